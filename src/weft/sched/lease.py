@@ -1,9 +1,9 @@
 """Leases: how many steps an executor may compute after a planned one without the scheduler.
 
-A lease is for a step in which every sequence that there is decodes: then the plans that would
-follow differ in nothing but positions and blocks until a sequence ends or something arrives. It
-takes the blocks of its steps beforehand, at most half of what can be taken: whoever arrives and
-ends the lease finds the rest.
+A lease is for a step in which every sequence that has a row decodes, and nobody waits but for such
+a row: then the plans that would follow differ in nothing but positions and blocks until a sequence
+ends or something arrives. It takes the blocks of its steps beforehand, at most half of what can be
+taken: whoever arrives and ends the lease finds the rest.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ def extend_lease(step: BatchBuilder, sequences: SequenceManager, cache: KVCache,
         most: steps.
     """
     chosen = step.sequences
-    alone = len(chosen) == len(sequences.running) and not sequences.waiting and not step.adds
-    if not chosen or not alone or not all(step.samples) or sum(step.counts) != len(chosen):
+    alone = len(chosen) == len(sequences.running) and not step.adds
+    may_join = sequences.waiting and (sequences.free_rows or sequences.closing)
+    if not chosen or not alone or may_join or sum(step.counts) != len(chosen):
+        return 0
+    if not all(step.samples):
         return 0
     if not all(sequence.plain for sequence in chosen):
         return 0
@@ -32,7 +35,7 @@ def extend_lease(step: BatchBuilder, sequences: SequenceManager, cache: KVCache,
     ends = [(sequence.id, sequence.planned + steps) for sequence in chosen]
     needs = cache.needs_of_all(ends, steps + 1)
     if any(2 * need > there for need, there in zip(needs, cache.available(), strict=True)):
-        return max(0, min(sequence.capacity - sequence.planned for sequence in chosen))
+        return max(0, min(steps, *(sequence.capacity - sequence.planned for sequence in chosen)))
     for sequence, (_, end) in zip(chosen, ends, strict=True):
         if sequence.capacity >= end:
             continue
