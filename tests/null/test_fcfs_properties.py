@@ -122,9 +122,9 @@ def test_rows_are_leased_as_long_as_nothing_changes():
 
 def test_rows_are_leased_while_others_wait_for_one():
     """Five requests, and blocks for hardly more than two: a lease ends before a sequence does."""
-    world = World((GroupSpec("full", 4, 9),), Limits(2, 32, 18, lease_steps=9), 1, leases=5)
+    world = World((GroupSpec("full", 4, 9),), Limits(2, 32, 18, lease_steps=9), 1, leases=9)
     leased = []
-    requests = [Request(i, (i + 1,) * 3, SamplingParams(max_tokens=13 + i % 2)) for i in range(5)]
+    requests = [Request(i, (i + 1,) * 3, SamplingParams(max_tokens=10 + i)) for i in range(5)]
     ready = watching(fcfs, lambda _, plan: leased.append(plan.lease))
     found, inbox, scheduler = run(world, {0: requests}, {}, make=ready)
     assert_answers(world, found, inbox, set(), set())
