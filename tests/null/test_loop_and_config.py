@@ -18,7 +18,7 @@ from weft.core.config import (
 )
 from weft.core.errors import ConfigError, InvariantError, OutOfMemoryError, ParameterError, suggest
 from weft.core.plan import StepOutputs
-from weft.core.settings import format_bytes, parse_bytes
+from weft.core.settings import format_bytes, parse_bytes, settings_of
 from weft.core.types import FinishReason, Request, SamplingParams
 from weft.engine.loop import EngineLoop
 from weft.kv.cache import GroupSpec, KVCache
@@ -462,3 +462,10 @@ def test_the_cache_of_packed_weights_is_a_size_or_off():
         assert "size" in raised.value.message
     with pytest.raises(ConfigError, match="kv_memory"):
         EngineConfig(kv_memory=False)
+
+
+def test_kv_memory_may_be_left_to_the_engine_by_a_word():
+    assert EngineConfig(kv_memory="auto") == EngineConfig()
+    assert settings_of(EngineConfig)["kv_memory"].parse("auto") is None
+    with pytest.raises(ConfigError, match="'auto' is not a size"):
+        EngineConfig(host_kv_memory="auto")

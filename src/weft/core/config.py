@@ -147,9 +147,10 @@ class EngineConfig:
     kv_memory: int | None = setting(
         "bytes",
         None,
-        "memory of each process for the KV cache; unset takes at most half of the free memory, "
-        "or 0.9 of a GPU's",
+        "memory of each process for the KV cache; unset or auto takes at most half of the free "
+        "memory, or 0.9 of a GPU's",
         low=2**10,
+        auto=True,
     )
     host_kv_memory: int | None = setting(
         "bytes",

@@ -33,6 +33,7 @@ _WORDS: dict[Kind, str] = {
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 OFF = "off"
+AUTO = "auto"
 _SHOWN_CHARS = 60
 _MAX_BYTES = 2**63 - 1
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
@@ -48,6 +49,7 @@ class Setting:
         choices: the only values allowed, if not empty.
         optional: whether None ("decide for me") is allowed.
         off: whether the word ``off`` may stand for 0.
+        auto: whether the word ``auto`` may stand for None.
         neutral: of a sampling parameter, what None becomes where the model has no default either.
     """
 
@@ -61,6 +63,7 @@ class Setting:
     choices: tuple[str, ...] = ()
     optional: bool = False
     off: bool = False
+    auto: bool = False
     neutral: float | None = None
 
     @property
@@ -86,6 +89,8 @@ class Setting:
         try:
             if self.off and text == OFF:
                 return 0
+            if self.auto and text == AUTO:
+                return None
             if self.kind == "int":
                 return int(text)
             if self.kind == "float":
@@ -102,7 +107,7 @@ class Setting:
 
     def check(self, value: Any) -> Any:
         """Return the value in its canonical type, or raise ParameterError naming the setting."""
-        if value is None:
+        if value is None or (self.auto and value == AUTO):
             if self.optional:
                 return None
             raise self._error(value)
@@ -180,6 +185,7 @@ def setting(
     above: bool = False,
     choices: tuple[str, ...] = (),
     off: bool = False,
+    auto: bool = False,
     neutral: float | None = None,
 ) -> Any:
     """Declare a setting as a dataclass field. A default of None makes it optional."""
@@ -193,6 +199,7 @@ def setting(
             "choices": choices,
             "optional": default is None,
             "off": off,
+            "auto": auto,
             "neutral": neutral,
         }
     }
