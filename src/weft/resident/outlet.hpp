@@ -1,6 +1,5 @@
 // What a resident loop needs of the host's side of a ring: where tokens go, and whether somebody has
-// asked for something. One native module makes it and another one calls it: plain functions that do
-// not throw.
+// asked for something. One native module makes it and another one calls it: plain functions.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +11,7 @@ struct Outlet {
   // Whether there is something to receive.
   bool (*asked)(void* self);
   // Publishes a token of each sequence, and wakes who waits for it. Where one cannot be published,
-  // `asked` says so.
+  // `asked` says so. Throws std::bad_alloc, which must end the engine: a token would be missing.
   void (*publish)(void* self, const uint64_t* ids, const int64_t* tokens, int64_t count);
 };
 

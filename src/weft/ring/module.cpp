@@ -280,7 +280,7 @@ class Engine {
     for (int64_t i = 0; i < count; ++i) {
       try {
         lost_ |= !side(ids[i]).publish(ids[i], tokens[i]);
-      } catch (const std::exception&) {
+      } catch (const SegmentError&) {
         lost_ = true;
       }
     }

@@ -1,9 +1,9 @@
 """Leases: how many steps an executor may compute after a planned one without the scheduler.
 
-A lease is for a step in which every sequence that has a row decodes, and nobody waits but for such
-a row: then the plans that would follow differ in nothing but positions and blocks until a sequence
-ends or something arrives. It takes the blocks of its steps beforehand, at most half of what can be
-taken: whoever arrives and ends the lease finds the rest.
+A lease is for a step in which every sequence that has a row decodes, and nobody waits but for a row
+that no lower class has: then the plans that would follow differ in nothing but positions and blocks
+until a sequence ends or something arrives. It takes the blocks of its steps beforehand, at most
+half of what can be taken: whoever arrives and ends the lease finds the rest.
 """
 
 from __future__ import annotations
@@ -22,12 +22,9 @@ def extend_lease(step: BatchBuilder, sequences: SequenceManager, cache: KVCache,
     """
     chosen = step.sequences
     alone = len(chosen) == len(sequences.running) and not step.adds
-    may_join = sequences.waiting and (sequences.free_rows or sequences.closing)
-    if not chosen or not alone or may_join or sum(step.counts) != len(chosen):
+    if not chosen or not alone or sum(step.counts) != len(chosen) or not all(step.samples):
         return 0
-    if not all(step.samples):
-        return 0
-    if not all(sequence.plain for sequence in chosen):
+    if _may_join(sequences) or not all(sequence.plain for sequence in chosen):
         return 0
     steps = min(most, *(sequence.end - sequence.known for sequence in chosen))
     if steps <= 0:
@@ -46,3 +43,11 @@ def extend_lease(step: BatchBuilder, sequences: SequenceManager, cache: KVCache,
         step.extends += [RowExtend(sequence.row, group, blocks) for group, blocks in grown]
         sequence.cover(cache.capacity(sequence.id))
     return max(steps, 0)
+
+
+def _may_join(sequences: SequenceManager) -> bool:
+    """Whether a waiting sequence may get a row before one of those that have one has ended."""
+    waiting = sequences.waiting.priorities()
+    return bool(waiting) and bool(
+        sequences.free_rows or sequences.closing or waiting[0] < sequences.running[-1].order[0]
+    )

@@ -194,20 +194,29 @@ class Pace:
             LaunchedStep(now, predicted_s, beside_s, self.urgent, computes, carries, moves)
         )
 
-    def collected(self, now: float, *, leased: bool = False) -> None:
+    def collected(self, now: float, *, leased: bool = False) -> float:
         """The oldest launched step has ended; at ``now`` 0 its time is unknown and not recorded.
 
         Args:
             leased: whether others followed it under its lease: such steps are faster, and tell
                 nothing of those that are planned.
+
+        Returns:
+            When the last step of a lease began, as predicted: whatever ended it came after that. 0
+            without a lease.
         """
         step = self._launched.popleft()
         if not now:
-            return
+            return 0.0
         real_s = now - max(step.at, self._collected_at)
         self._collected_at = now
-        if not step.computes or step.moves or leased:
-            return
+        if leased:
+            return now - step.predicted_s * self._ratios[step.urgent].value
+        if step.computes and not step.moves:
+            self._learn(step, real_s)
+        return 0.0
+
+    def _learn(self, step: LaunchedStep, real_s: float) -> None:
         own_s, ratio = step.predicted_s - step.beside_s, self._ratios[step.urgent]
         surplus_s = real_s - own_s * ratio.value
         if step.carries:

@@ -485,7 +485,7 @@ class SLOPolicy:
 
     def collected(self, now: float, *, leased: bool = False) -> None:
         """The oldest launched step has ended; ``now`` is 0 if the time is unknown."""
-        self.pace.collected(now, leased=leased)
+        self._looked_at = max(self._looked_at, self.pace.collected(now, leased=leased))
         self._now = max(self._now, now)
 
     def check(self) -> None:
