@@ -19,9 +19,8 @@ from typing import Any
 import torch
 
 import report
+from resident import Answers
 from weft.core.config import EngineConfig
-from weft.core.plan import StepOutputs
-from weft.core.ports import Lease
 from weft.core.types import Request, SamplingParams
 from weft.engine.build import Engine, build_engine
 from weft.engine.loop import EngineLoop
@@ -29,30 +28,6 @@ from weft.engine.machine import WallClock
 from weft.models.hub import resolve_model
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 128
-
-
-class Counter:
-    """An inbox that counts tokens."""
-
-    def __init__(self) -> None:
-        self.requests: list[Request] = []
-        self.tokens = 0
-
-    def receive(self) -> Any:
-        requests, self.requests = self.requests, []
-        return requests, ()
-
-    def computing(self, sequence_ids: Any) -> None:
-        """Nobody is blamed for crashes here."""
-
-    def lend(self, lease: Lease) -> None:
-        lease.grant(None)
-
-    def publish(self, outputs: StepOutputs) -> None:
-        self.tokens += len(outputs.tokens) + sum(u.token is not None for u in outputs.updates)
-
-    def wait(self) -> None:
-        raise AssertionError("the benchmark never waits")
 
 
 class ForwardTimer:
@@ -81,23 +56,25 @@ def prompts(count: int, vocab_size: int, salt: int) -> list[tuple[int, ...]]:
 
 def run_weft(engine: Engine, timer: ForwardTimer, count: int, salt: int) -> tuple[float, float]:
     """Tokens a second, and the share of the time outside the forward pass."""
-    counter = Counter()
     params = SamplingParams(
         temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, seed=0
     ).with_defaults({})
     vocab_size = engine.model.spec.vocab_size
-    counter.requests = [
-        Request(number, prompt, params)
-        for number, prompt in enumerate(prompts(count, vocab_size, salt))
-    ]
-    loop = EngineLoop(engine.scheduler, engine.executor, counter, WallClock())
+    answers = Answers(
+        [
+            Request(number, prompt, params)
+            for number, prompt in enumerate(prompts(count, vocab_size, salt))
+        ]
+    )
+    loop = EngineLoop(engine.scheduler, engine.executor, answers, WallClock())
     timer.seconds = 0.0
     started = time.perf_counter()
     loop.run_until_idle()
     seconds = time.perf_counter() - started
-    assert counter.tokens == count * NEW_TOKENS
+    tokens = sum(map(len, answers.tokens.values()))
+    assert tokens == count * NEW_TOKENS
     assert timer.seconds > 0, "no forward pass was seen"
-    return counter.tokens / seconds, 1 - timer.seconds / seconds
+    return tokens / seconds, 1 - timer.seconds / seconds
 
 
 def run_transformers(model: Any, count: int, vocab_size: int, salt: int) -> float:

@@ -11,7 +11,7 @@ from collections import deque
 
 from weft.core.errors import WeftError
 from weft.core.plan import StepOutputs, Update
-from weft.core.ports import Clock, Executor, Inbox, SchedulerPort, Ticket
+from weft.core.ports import Clock, Executor, Inbox, Lease, SchedulerPort, Ticket
 from weft.core.types import FinishReason, Request
 
 
@@ -26,13 +26,12 @@ class EngineLoop:
         self.inbox = inbox
         self.clock = clock
         self._in_flight: deque[Ticket] = deque()
-        self._leased: Ticket | None = None  # nothing is planned while there is one
 
     def step(self) -> bool:
         """Run the four verbs once; False if there was nothing to do."""
         news = self._receive()
-        if self._leased is not None:
-            self._wait_for_lease(self._leased, recall=news)
+        if self._in_flight and (lease := self._in_flight[-1].lease) is not None:
+            self._wait_for_lease(lease, recall=news)
             return True
         plan = self.scheduler.plan(self.clock.now())
         if plan is not None:
@@ -41,7 +40,6 @@ class EngineLoop:
             ticket = self.executor.launch(plan)
             self._in_flight.append(ticket)
             if ticket.lease is not None:
-                self._leased = ticket
                 return True
         if not self._in_flight:
             return False
@@ -49,20 +47,18 @@ class EngineLoop:
             self._collect()
         return True
 
-    def _wait_for_lease(self, leased: Ticket, *, recall: bool) -> None:
-        """Collect what was launched before a leased step, then grant the lease and wait for it.
+    def _wait_for_lease(self, lease: Lease, *, recall: bool) -> None:
+        """Collect what was launched before the leased step, which is the last one, or that step.
+
+        Nothing is planned meanwhile. The lease is granted when nothing else is in flight.
 
         Args:
             recall: whether there is something new, for which the step must not go on.
         """
-        lease = leased.lease
-        assert lease is not None
         if recall:
             lease.recall()
-        elif self._in_flight[0] is leased:
+        elif len(self._in_flight) == 1:
             self.inbox.lend(lease)
-        if self._in_flight[0] is leased:
-            self._leased = None
         self._collect()
 
     def _collect(self) -> None:
@@ -84,7 +80,6 @@ class EngineLoop:
         self._recall()
         while self._in_flight:
             self._collect()
-        self._leased = None
 
     def abandon(self) -> None:
         """Collect the launched steps and throw their results away, after a step has failed."""
@@ -92,9 +87,9 @@ class EngineLoop:
         while self._in_flight:
             with contextlib.suppress(Exception):
                 self._in_flight.popleft().result()
-        self._leased = None
 
     def _recall(self) -> None:
+        """Let no launched step go on by itself."""
         for ticket in self._in_flight:
             if ticket.lease is not None:
                 ticket.lease.recall()

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from weft.exec.store import KVStore
 from weft.kernels.arrays import Array
-from weft.kernels.interface import AttentionMetadata
+from weft.kernels.interface import AttentionMetadata, FusedStack
 from weft.models.decoder import Attend, Decoder
 
 Forward: TypeAlias = Callable[[Array, Array, Seq[AttentionMetadata]], Array]
@@ -22,11 +22,21 @@ def bind_forward(decoder: Decoder, store: KVStore, *, padded: bool = False) -> F
     Args:
         padded: batches may be padded and block tables ragged.
     """
+    return forward_over(decoder, store, bind_stack(decoder, store, padded=padded))
+
+
+def bind_stack(decoder: Decoder, store: KVStore, *, padded: bool = False) -> FusedStack | None:
+    """The forward pass as one call; None where the model does not run so."""
     fused = decoder.ops.fused
-    if fused is not None and (fused.padded or not padded):
-        stack = decoder.bind(store.keys, store.values)
-        if stack is not None:
-            return stack.run
+    if fused is None or (padded and not fused.padded):
+        return None
+    return decoder.bind(store.keys, store.values)
+
+
+def forward_over(decoder: Decoder, store: KVStore, stack: FusedStack | None) -> Forward:
+    """``bind_forward`` with what ``bind_stack`` has returned."""
+    if stack is not None:
+        return stack.run
 
     def forward(ids: Array, positions: Array, groups: Seq[AttentionMetadata]) -> Array:
         return decoder.forward(ids, positions, attend_over(decoder, store, groups))

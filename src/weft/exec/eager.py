@@ -15,7 +15,7 @@ import numpy as np
 
 from weft.core.errors import InvariantError
 from weft.core.plan import StepPlan, StepResult, SubBatch, Tier
-from weft.exec.attend import bind_forward
+from weft.exec.attend import bind_stack, forward_over
 from weft.exec.collect import (
     OutOfMemoryGuard,
     StepOutput,
@@ -73,9 +73,10 @@ class EagerExecutor:
         self._decoder = decoder
         self.store = store
         self.tier = tier
-        self._compute = bind_forward(decoder, store)
+        stack = bind_stack(decoder, store)
+        self._compute = forward_over(decoder, store, stack)
         self._table = table
-        self._leases = bind_leases(decoder, store, table) if resident else None
+        self._leases = bind_leases(decoder, stack, table, store.block_size) if resident else None
         wrap = (lambda array: array) if decoder.on_numpy else to_torch
         pack = partial(InputPacker, table, store.block_size, wrap)
         self._packer = pack()

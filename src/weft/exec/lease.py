@@ -12,11 +12,11 @@ import numpy as np
 from weft.core.plan import SubBatch
 from weft.exec.collect import StepOutput
 from weft.exec.input_batch import InputBatch
-from weft.exec.store import KVStore
 from weft.kernels.cpu._native import Lease
 from weft.kernels.cpu.decode import CpuDecodeLoop, LeaseTerms
 from weft.kernels.cpu.matrix import CpuMatrix
 from weft.kernels.cpu.stack import CpuStack
+from weft.kernels.interface import FusedStack
 from weft.models.decoder import Decoder
 
 NO_IDS = np.zeros(0, np.int64)
@@ -62,16 +62,18 @@ class LeasedSteps:
         )
 
 
-def bind_leases(decoder: Decoder, store: KVStore, table: InputBatch) -> LeasedSteps | None:
-    """Bind the resident loop to an executor's rows and KV.
+def bind_leases(
+    decoder: Decoder, stack: FusedStack | None, table: InputBatch, block_size: int
+) -> LeasedSteps | None:
+    """Bind the resident loop to an executor's rows, and to its model and KV by ``stack``.
 
     None where the model does not run as one native call.
     """
-    stack, head = decoder.bind(store.keys, store.values), decoder.lm_head
+    head = decoder.lm_head
     if not isinstance(stack, CpuStack) or not isinstance(head, CpuMatrix):
         return None
     loop = CpuDecodeLoop(
         stack, head, decoder.spec.logit_softcap, table.tokens, table.length, table.tables,
-        store.block_size,
+        block_size,
     )  # fmt: skip
     return LeasedSteps(loop, table)

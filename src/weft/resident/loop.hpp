@@ -1,15 +1,15 @@
 // The resident loop: decode steps of rows that are leased to it, without the host between a token and
-// the next one (Blink, sections 4.2 and 4.3).
+// the next one (Blink, section 4.2).
 //
 // A lease is for the rows of one step, all of which decode, and for so many more steps of the same
 // rows. A turn stages the inputs of a step, launches it, waits for it, retires what it gave, and
 // publishes that as soon as it is known that there will be another turn: what comes with the last one
 // is the host's to look at, as it may end a sequence. The lease ends when a row does, when somebody
-// asks for something, when a step gave numbers that mean nothing, and when its time is up.
+// asks for something, when logits are not finite, and when its time is up.
 //
 // Written for a port with one lane or many: each phase is a loop over rows in strides of lanes. A lane
-// reads what others have written after `sync`, or after the calls of the port that all lanes make
-// together: each of these returns in no lane before it was called in all.
+// reads what others have written after `sync`, or after a call of the port that all lanes make together:
+// such a call returns nowhere before all lanes have made it.
 #pragma once
 
 #include <cstdint>

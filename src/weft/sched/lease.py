@@ -1,9 +1,9 @@
 """Leases: how many steps an executor may compute after a planned one without the scheduler.
 
-A lease is for a step in which every sequence that has a row decodes, and nobody waits but for a row
-that no lower class has: then the plans that would follow differ in nothing but positions and blocks
-until a sequence ends or something arrives. It takes the blocks of its steps beforehand, at most
-half of what can be taken: whoever arrives and ends the lease finds the rest.
+A step may be leased if every sequence with a row decodes in it, and no waiting sequence could get a
+row before one of them ends: then the next plans differ only in positions and blocks until a
+sequence ends or something arrives. The blocks of all its steps are taken beforehand, at most half
+of those available: a request that arrives and ends the lease finds the other half.
 """
 
 from __future__ import annotations
