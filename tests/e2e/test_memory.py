@@ -34,7 +34,10 @@ EagerExecutor.launch = hungry
 HOGS, LEFT = 12, 6 * MIB
 HOG = """
 import sys
-kept = [b"x" * int(line) for line in sys.stdin]
+kept = []
+for line in sys.stdin:
+    kept.append(b"x" * int(line))
+    print("has it", flush=True)
 """
 
 # A file that is written, so that it counts for the process's group, and read until it is active.
@@ -68,6 +71,17 @@ def anonymous(group: Path, without: str) -> int:
     return total
 
 
+def hog_of(group: Path) -> subprocess.Popen[bytes]:
+    """A process of the group that takes as many bytes as each line of its input says."""
+    command = [*join(group), sys.executable, "-S", "-c", HOG]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def take(hog: subprocess.Popen[bytes], size: int) -> None:
+    hog.stdin.write(b"%d\n" % size)
+    hog.stdin.flush()
+
+
 def is_without_memory(server: Server, group: Path, hogs: list[subprocess.Popen[bytes]]) -> bool:
     """Whether the engine is; while it lives, the hogs take what other processes leave, but for
     a little. (A process that was just starting when they took the most may have ended since.)"""
@@ -75,8 +89,7 @@ def is_without_memory(server: Server, group: Path, hogs: list[subprocess.Popen[b
     free = 700 * MIB - anonymous(group, without="weft-engine") - LEFT
     if now == (200, "ready") and free >= HOGS * MIB:
         for hog in hogs:
-            hog.stdin.write(b"%d\n" % (free // HOGS))
-            hog.stdin.flush()
+            take(hog, free // HOGS)
         time.sleep(1)
     return now == (503, "out_of_memory")
 
@@ -127,8 +140,7 @@ def test_a_request_that_takes_all_memory_is_ended_for_that_and_no_other(tmp_path
 def test_without_memory_for_any_engine_requests_end_until_there_is_some_again(tmp_path):
     with limited_group(700 * MIB) as group, serving(tmp_path, within=join(group)) as server:
         undisturbed = completion(server, [5, 6, 7]).json()["choices"]
-        command = [*join(group), sys.executable, "-S", "-c", HOG]
-        hogs = [subprocess.Popen(command, stdin=subprocess.PIPE) for _ in range(HOGS)]
+        hogs = [hog_of(group) for _ in range(HOGS)]
         time.sleep(1)  # each has what an interpreter takes
         try:
             eventually(lambda: is_without_memory(server, group, hogs), START_S)
@@ -178,15 +190,13 @@ def test_too_little_memory_after_a_kill_from_outside_is_not_called_a_kill_for_me
         serving(tmp_path, "--kv-memory", "150MiB", within=join(group)) as server,
     ):
         undisturbed = completion(server, [5, 6, 7]).json()["choices"]
-        kept = 700 * MIB - anonymous(group, without="nobody") - 60 * MIB
-        command = [*join(group), sys.executable, "-S", "-c", HOG, str(kept)]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as hog:
-            assert hog.stdout is not None
-            hog.stdout.readline()
+        with hog_of(group) as hog:
+            take(hog, 700 * MIB - anonymous(group, without="nobody") - 60 * MIB)
+            assert hog.stdout.readline()
             kill_engine(server)
             eventually(lambda: state(server) == (503, "out_of_memory"), START_S)
             error = completion(server, [5, 6, 7]).json()["error"]
-            hog.communicate(b"\n")
+            hog.communicate()
         assert error["code"] == "engine_out_of_memory"
         assert error["message"].startswith("There is too little free memory to start the next")
         eventually(lambda: state(server) == (200, "ready"), START_S)
