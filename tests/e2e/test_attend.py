@@ -195,5 +195,7 @@ def test_wrong_settings_are_refused(call, piggybacking, tmp_path):
     refused(call("serve", *COMMON, "--attend", "127.0.0.1:1"), "set scheduler to slo-piggyback")
     refused(call("attend", "--listen", "0.0.0.0:0"), "must prove that they know a key")
     refused(call("attend", "--listen", "127.0.0.1:0", "--key-file", "none"), "cannot be read")
+    most = ["--listen", "127.0.0.1:0", "--kv-memory", "10TiB"]
+    refused(call("attend", *most), "kv_memory is 10.00 TiB, and", "are free")
     with attending(tmp_path) as place:
         refused(call("attend", "--listen", place.address), "Cannot listen on", "in use")

@@ -15,7 +15,17 @@ import httpx
 import psutil
 import pytest
 
-from live import START_S, Server, command_of, eventually, lives, refused, run, serving
+from live import (
+    START_S,
+    Server,
+    command_of,
+    eventually,
+    lives,
+    refused,
+    run,
+    serving,
+    with_engines,
+)
 from weft.core.config import EngineConfig
 from weft.cost.curves import Curve
 from weft.cost.fit import FEATURES, Fitted
@@ -111,6 +121,16 @@ def host(server: Server, name: str) -> float:
     return value
 
 
+def stopped_with_rows(server: Server, worker: psutil.Process) -> bool:
+    """Stop the worker; if no row waits for it then, let it go on."""
+    os.kill(worker.pid, signal.SIGSTOP)
+    time.sleep(0.05)  # of steps, which tell how many wait
+    if host(server, "queue") > 0:
+        return True
+    os.kill(worker.pid, signal.SIGCONT)
+    return False
+
+
 def expect_host_tokens(server: Server) -> None:
     """The counters agree that the host has computed."""
     eventually(server.idle)
@@ -154,16 +174,7 @@ def test_the_process_may_be_stopped_and_killed(expected, piggybacking, tmp_path)
         crowds.until(lambda: host(server, "tokens_total") > 0)
         worker = server.children()["weft-host"]
 
-        def stopped_with_rows() -> bool:
-            """Stop it; if no row waits for it then, let it go on."""
-            os.kill(worker.pid, signal.SIGSTOP)
-            time.sleep(0.05)  # of steps, which tell how many wait
-            if host(server, "queue") > 0:
-                return True
-            os.kill(worker.pid, signal.SIGCONT)
-            return False
-
-        crowds.until(stopped_with_rows)
+        crowds.until(lambda: stopped_with_rows(server, worker))
         assert completions(server, "default") == expected
         assert not crowds.sent[-1].done()
         worker.kill()
@@ -234,6 +245,48 @@ def test_a_process_that_is_killed_within_steps_is_not_noticed(expected, overlapp
         assert completions(server) == expected
         assert server.metrics("weft:engine_restarts_total") == [0]
         expect_host_tokens(server)
+
+
+WORKER = "weft.kernels.cpu.host_process"  # the module that the process runs
+ENDS_IF = """
+import os
+if module in sys.orig_argv and {condition}:
+    os._exit(3)
+"""
+
+
+@pytest.mark.parametrize("kind", ["piggybacking", "overlapping"])
+def test_jobs_that_end_every_worker_end_the_engine_and_lose_no_token(
+    kind, expected, request, tmp_path
+):
+    """Whoever waits for the host would wait for ever; the next engine starts with a fresh one."""
+    flag = tmp_path / "no-worker"
+    ending = ENDS_IF.format(condition=f"os.path.exists({str(flag)!r})")
+    given = [*request.getfixturevalue(kind), "--host-process"]
+    with (
+        serving(tmp_path, *given, inside={WORKER: ending}) as server,
+        ThreadPoolExecutor(1) as others,
+    ):
+        crowds = Crowds(server, others)
+        crowds.until(lambda: host(server, "tokens_total") > 0)
+        flag.touch()
+        server.children()["weft-host"].kill()
+        words = "The host worker ended 6 times in a row without a result, at last by exit code 3."
+        crowds.until(lambda: words in server.errors.read_text())
+        next_one = "The next engine failed and is tried again: The host worker cannot be started"
+        eventually(lambda: next_one in server.errors.read_text(), START_S)
+        flag.unlink()
+        assert all(answers == expected for answers in crowds.answers())
+        assert server.metrics("weft:engine_restarts_total") >= [1]
+
+
+def test_a_worker_process_that_cannot_start_is_said_so(piggybacking, tmp_path):
+    variables = with_engines(tmp_path, inside={WORKER: ENDS_IF.format(condition=True)})
+    done = run("serve", "--port", "0", *piggybacking, "--host-process", **variables)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    said = "weft: The host worker cannot be started: it ended by exit code 3"
+    assert done.stderr.splitlines()[-1].startswith(said)
 
 
 def test_who_overlaps_without_costs_or_a_host_tier_is_told(call, overlapping, tmp_path):

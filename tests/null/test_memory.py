@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from groups import MIB, Tree, join, limited_group
-from weft.core.memory import MemoryKills, memory_groups, memory_limit
-from weft.engine.machine import available_memory
+from weft.core.memory import MemoryKills, available_memory, memory_groups, memory_limit
 
 NONE_V1 = 2**63 - 4096  # how version 1 says that there is no limit
 V1_POINT, V2_POINT = "/sys/fs/cgroup/memory", "/sys/fs/cgroup"
@@ -203,7 +202,7 @@ def test_pages_of_files_in_use_are_free_in_a_real_group(tmp_path):
     file, shared = tmp_path / "weights", Path(f"/dev/shm/weft-test-{os.getpid()}")
     work = textwrap.dedent(f"""
         import os, pathlib
-        from weft.engine.machine import available_memory
+        from weft.core.memory import available_memory
         file = pathlib.Path({str(file)!r})
         with file.open("wb") as written:
             written.write(bytes(64 << 20))
@@ -228,7 +227,7 @@ def test_pages_of_files_in_use_are_free_in_a_real_group(tmp_path):
 
 
 def test_a_real_group():
-    ask = "from weft.engine.machine import available_memory as a; print(a())"
+    ask = "from weft.core.memory import available_memory as a; print(a())"
     use = "x = bytearray(200 << 20)"
     with limited_group(128 * MIB) as folder:
         done = subprocess.run(

@@ -391,6 +391,38 @@ def test_a_mailbox_has_one_worker(capfd: pytest.CaptureFixture[str]) -> None:
         pass
 
 
+def test_jobs_that_end_every_process_are_not_tried_for_ever(monkeypatch, caplog) -> None:
+    """Whoever waits for their results hears of it."""
+    hosted = Hosted(SMALL)
+    mailbox = hosted.mailbox()
+    with HostProcess(mailbox, hosted.kv) as process:
+        monkeypatch.setattr(HostProcess, "_start", lambda _: subprocess.Popen(["/bin/false"]))
+        hosted.begin(mailbox, [0, 1], [0, 1], 0)
+        os.kill(process.pid, signal.SIGSTOP)
+        hosted.submit(mailbox, [0, 1], [0, 1], 0, 0)
+        process.restart()
+        until(lambda: process.error is not None)
+        assert process.error.message == (
+            "The host worker ended 6 times in a row without a result, at last by exit code 1."
+        )
+        assert process.restarts == 5
+    assert caplog.text.count("The host worker ended by") == 5
+
+
+def test_idle_processes_may_end_as_often_as_they_like(monkeypatch) -> None:
+    hosted = Hosted(SMALL)
+    mailbox = hosted.mailbox()
+    monkeypatch.setattr("weft.core.process.FIRST_DELAY_S", 0.001)
+    with HostProcess(mailbox, hosted.kv) as process:
+        for count in range(8):
+            until(lambda count=count: process.restarts == count)
+            until(lambda: mailbox.native.worker == process.pid)
+            process.restart()
+        until(lambda: mailbox.native.worker == process.pid)
+        assert process.error is None
+        assert_same(hosted, mailbox)
+
+
 @pytest.mark.parametrize(
     "options",
     [{"threads": 0}, {"threads": 2, "cpus": [0]}, {"cpus": [-1]}, {"cpus": [99_999]}],

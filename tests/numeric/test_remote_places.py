@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import queue
+import random
 import signal
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from checkpoints import build, save_with_tokenizer
 from crowds import assert_alike, crowd, piggybacking
+from hosted import Hosted, Shape
 from tight_kv import least_kv_memory, run, settings_for
 
 import lossy_link
 from live import eventually
 from places import RunningPlace, attending, key_file
+from weft.attend.channel import Transport
+from weft.attend.frames import Frame, FrameKind, Part, unpack_results
+from weft.attend.geometry import Geometry
+from weft.attend.link import PlaceAccess, PlaceLink
+from weft.attend.session import EngineSession
+from weft.core.errors import PlaceError
 from weft.core.plan import StepPlan
 from weft.engine.build import Engine, build_engine
 from weft.exec.piggyback import PiggybackedRows
@@ -107,6 +119,87 @@ def test_several_places_fill_evenly_once_the_own_host_is_full(
         moved = [done.moves[place] for place in (0, 1, 2)]
         assert min(moved) > 0
         assert abs(moved[1] - moved[2]) <= max(2, sum(moved) // 4)
+
+
+class Wire:
+    """One side of a pair of transports within this process: frames in order, some late."""
+
+    def __init__(self, outbox: queue.SimpleQueue, inbox: queue.SimpleQueue, seed: int) -> None:
+        self._outbox, self._inbox, self._random = outbox, inbox, random.Random(seed)
+
+    def send(self, kind: FrameKind, *parts: Part) -> None:
+        self._outbox.put(Frame(kind, memoryview(b"".join(map(bytes, parts)))))
+
+    def receive(self) -> Frame:
+        frame = self._inbox.get()
+        if frame is None:
+            raise PlaceError("The link is broken: it was closed.")
+        time.sleep(self._random.choice((0, 0, 0.002)))
+        return frame
+
+    def close(self) -> None:
+        for side in (self._outbox, self._inbox):
+            side.put(None)
+
+
+def served_within(_: PlaceAccess) -> Transport:
+    """A transport to a place that is a thread of this process."""
+    there, back = queue.SimpleQueue(), queue.SimpleQueue()
+
+    def serve(wire: Wire) -> None:
+        geometry = Geometry.decode(wire.receive().body)
+        with contextlib.suppress(PlaceError):
+            EngineSession(wire, geometry, 64 * 2**20, threads=1).run()
+
+    threading.Thread(target=serve, args=(Wire(back, there, 1),), daemon=True).start()
+    return Wire(there, back, 2)
+
+
+def test_a_place_behind_another_transport_changes_no_token(folders, monkeypatch, caplog) -> None:
+    start = Engine.start_places
+
+    def start_over_wires(engine: Engine) -> None:
+        for link in links(engine):
+            link._open_transport = served_within
+        start(engine)
+
+    monkeypatch.setattr(Engine, "start_places", start_over_wires)
+    done = Run(folders["gemma3"], ["127.0.0.1:1"], monkeypatch)
+    assert done.moves[1] > 0
+    assert done.totals.lost_sequences == 0
+    assert "does not attend" not in caplog.text
+
+
+def test_results_without_memory_for_them_end_the_session_only(
+    folders, tmp_path, monkeypatch, caplog
+) -> None:
+    seen = []
+
+    def short_once(body: memoryview) -> Any:
+        seen.append(body)
+        if len(seen) == 20:
+            raise MemoryError
+        return unpack_results(body)
+
+    monkeypatch.setattr("weft.attend.link.unpack_results", short_once)
+    with attending(tmp_path) as place:
+        done = Run(folders["gemma3"], [place.address], monkeypatch)
+    assert "There is no memory for its results." in caplog.text
+    assert links(done.engine)[0].status().session >= 2
+    assert done.totals.lost_sequences > 0
+
+
+def test_what_is_no_name_of_a_host_is_said_and_tried_again(caplog) -> None:
+    hosted = Hosted(Shape(rows=2))
+    access = PlaceAccess("node..cluster:8700", b"", 2.0)
+    link = PlaceLink(access, 1, cast("Geometry", None), hosted.mailbox())
+    link.start()
+    words = "Place node..cluster:8700 does not attend: It cannot be reached: 'node..cluster' is no"
+    eventually(lambda: words in caplog.text)
+    time.sleep(0.3)  # for a second attempt
+    assert link._thread.is_alive()
+    link.close()
+    assert not link._thread.is_alive()
 
 
 def once(act: Callable[[PiggybackedRows], object]) -> Callable[[PiggybackedRows], None]:

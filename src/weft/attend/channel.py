@@ -150,6 +150,8 @@ def connect(address: tuple[str, int], key: bytes, timeout_s: float) -> SocketTra
         link = socket.create_connection(address, timeout_s)
     except OSError as error:
         raise PlaceError(f"It cannot be reached: {_why(error)}.") from None
+    except UnicodeError:
+        raise PlaceError(f"It cannot be reached: '{address[0]}' is no name of a host.") from None
     try:
         return _engine_side(link, key, timeout_s)
     except BaseException:

@@ -6,13 +6,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.attend.channel import HANDSHAKE_S, SocketTransport, connect
+from weft.attend.channel import HANDSHAKE_S, Transport, connect
 from weft.attend.frames import (
     CHUNK_BYTES,
     Frame,
@@ -58,6 +58,14 @@ class PlaceAccess:
     timeout_s: float
 
 
+def over_tcp(access: PlaceAccess) -> Transport:
+    """Connect to a place by a socket; errors are those of ``channel.connect``."""
+    timeout_s = min(access.timeout_s, HANDSHAKE_S)
+    transport = connect(parse_address(access.address), access.key, timeout_s)
+    transport.set_timeout(access.timeout_s)
+    return transport
+
+
 class PlaceLink:
     """See the module docstring; its threads never hold up the one that computes steps.
 
@@ -70,19 +78,26 @@ class PlaceLink:
     """
 
     def __init__(
-        self, access: PlaceAccess, number: int, geometry: Geometry, mailbox: HostMailbox
+        self,
+        access: PlaceAccess,
+        number: int,
+        geometry: Geometry,
+        mailbox: HostMailbox,
+        open_transport: Callable[[PlaceAccess], Transport] = over_tcp,
     ) -> None:
         """Make the link; ``start`` connects it.
 
         Args:
             number: of the place in the mailbox, from 1 on.
+            open_transport: connects; raises PlaceError where that fails.
 
         Raises:
             ConfigError: the address is malformed.
         """
         self.access = access
         self.sent_bytes = 0
-        self._address = parse_address(access.address, "attend")
+        parse_address(access.address, "attend")
+        self._open_transport = open_transport
         self._geometry, self._courier = geometry, MailCourier(mailbox, number)
         self._most_jobs = max(1, CHUNK_BYTES // self._courier.row_bytes)
         self._lock = threading.Lock()  # of the courier and of all that follows
@@ -92,7 +107,7 @@ class PlaceLink:
         self._waiting_bytes = 0
         self._broken: PlaceError | None = None
         self._closing = threading.Event()
-        self._transport: SocketTransport | None = None
+        self._transport: Transport | None = None
         self._thread = threading.Thread(target=self._keep, name="weft-place", daemon=True)
 
     def start(self) -> None:
@@ -164,6 +179,8 @@ class PlaceLink:
                 self._serve_session()
             except PlaceError as caught:
                 error = caught
+            except MemoryError:
+                error = PlaceError("There is no memory for what is sent to it.")
             if self._closing.is_set():
                 return
             assert error is not None, "a session ends by an error"
@@ -178,9 +195,7 @@ class PlaceLink:
 
     def _serve_session(self) -> None:
         """One session, from its handshake to its end, which is an error."""
-        timeout_s = min(self.access.timeout_s, HANDSHAKE_S)
-        transport = connect(self._address, self.access.key, timeout_s)
-        transport.set_timeout(self.access.timeout_s)
+        transport = self._open_transport(self.access)
         receiver = threading.Thread(
             target=self._receive, args=(transport,), name="weft-place-results", daemon=True
         )
@@ -199,7 +214,7 @@ class PlaceLink:
             if receiver.ident is not None:
                 receiver.join()
 
-    def _begin(self, transport: SocketTransport, blocks: tuple[int, ...]) -> None:
+    def _begin(self, transport: Transport, blocks: tuple[int, ...]) -> None:
         with self._lock:
             self._sessions += 1
             self._transport, self._blocks, self._broken = transport, blocks, None
@@ -217,7 +232,7 @@ class PlaceLink:
             self._courier.give_up()
             return was
 
-    def _send(self, transport: SocketTransport) -> None:
+    def _send(self, transport: Transport) -> None:
         """Send what waits, until the link breaks."""
         sent_at = time.monotonic()
         while True:
@@ -255,7 +270,7 @@ class PlaceLink:
             self._waiting.clear()
         return frames if jobs is None else [*frames, (FrameKind.JOB, pack_jobs(jobs))]
 
-    def _receive(self, transport: SocketTransport) -> None:
+    def _receive(self, transport: Transport) -> None:
         try:
             while True:
                 frame = _unrefused(transport.receive())
@@ -269,6 +284,8 @@ class PlaceLink:
             self._break(error)
         except InvariantError as error:
             self._break(PlaceError(f"It broke the protocol: {error.message}"))
+        except MemoryError:
+            self._break(PlaceError("There is no memory for its results."))
         self._courier.wake()
 
     def _break(self, error: PlaceError) -> None:

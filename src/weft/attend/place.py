@@ -25,6 +25,7 @@ from weft.attend.session import EngineSession
 from weft.core.addresses import format_address, leads_to_loopback, parse_address
 from weft.core.errors import ConfigError, PlaceError, PlaceRefusedError, WeftError
 from weft.core.logs import log_level, notice, set_up_logs
+from weft.core.memory import available_memory
 from weft.core.process import set_process_title
 from weft.core.settings import format_bytes
 from weft.core.topology import this_machine
@@ -45,12 +46,18 @@ class Place:
         """Listen.
 
         Raises:
-            ConfigError: the address or the key cannot be used.
+            ConfigError: the address or the key cannot be used, or there is too little memory.
             KernelUnavailable: there are no kernels for this CPU.
         """
         self._options, self._key = options, read_key(options.key_file)
         self._isa = chosen_isa()
         self._threads = options.threads or this_machine().usable
+        if options.kv_memory > (free := available_memory()):
+            raise ConfigError(
+                f"kv_memory is {format_bytes(options.kv_memory)}, and {format_bytes(free)} are "
+                "free.",
+                param="kv_memory",
+            )
         host, port = parse_address(options.listen, "listen")
         if not self._key and not leads_to_loopback(host):
             raise ConfigError(

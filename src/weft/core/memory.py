@@ -1,4 +1,4 @@
-"""Memory limits of this process's control groups, and out-of-memory kills under them."""
+"""Memory that is free for this process, limits of its control groups, and kills under them."""
 
 from __future__ import annotations
 
@@ -86,6 +86,24 @@ class MemoryGroup:
     def kills(self) -> int | None:
         """Its processes that the kernel has killed for memory; None if it does not count them."""
         return _entry(self.folder / self.version.kills, "oom_kill")
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that can be allocated without swapping, within the limits of all control groups.
+
+    Args:
+        root: where ``proc`` and the control groups are, for tests.
+    """
+    found = [_available_bytes()]
+    found += [left for group in memory_groups(root) if (left := group.available()) is not None]
+    return min(found)
+
+
+def _available_bytes() -> int:
+    """Memory that the kernel estimates to be free without swapping."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith("MemAvailable:")]
+    return 1024 * int(line.split()[1])
 
 
 def memory_groups(root: Path = Path("/")) -> list[MemoryGroup]:

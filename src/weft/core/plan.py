@@ -87,9 +87,10 @@ class KVMove(NamedTuple):
         to: the tier that the KV goes to.
         source, target: tables of the row for each KV group, old and new; they are equally long and
             have -1 at the same places, where a sliding group holds no block.
-        after_layer: the KV of each layer goes as soon as this step has computed that layer, with
-            what the step has written (NEO section 3.1, layer-wise swapping); else all of it goes
-            before the step computes, and the row computes in the tier that it has come to.
+        after_layer: the KV of a layer may go once this step has computed that layer, with what the
+            step has written (NEO section 3.1, layer-wise swapping), and all of it is gone when the
+            step has ended; else all of it goes before the step computes, and the row computes in
+            the tier that it has come to.
         host: where in the host tier ``target`` is. If that session is over, the row is lost there.
     """
 

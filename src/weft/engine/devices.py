@@ -10,11 +10,11 @@ from functools import partial
 
 from weft.core.config import EngineConfig, ResolvedConfig
 from weft.core.errors import ConfigError, OutOfMemoryError
+from weft.core.memory import available_memory
 from weft.core.ports import Executor
 from weft.core.settings import format_bytes
 from weft.engine.driver import has_driver
 from weft.engine.host_tier import cpu_tier, device_attention
-from weft.engine.machine import available_memory
 from weft.exec.collect import is_out_of_memory
 from weft.exec.disk_blocks import DiskBlocks
 from weft.exec.eager import EagerExecutor

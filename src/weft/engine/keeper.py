@@ -14,14 +14,15 @@ from weft.core.early import Starter
 from weft.core.errors import (
     EngineDeadError,
     EngineOutOfMemoryError,
+    HostWorkerError,
     OutOfMemoryError,
     WeftError,
 )
+from weft.core.memory import available_memory
 from weft.core.process import STALLED, Backoff, beat_s, exited, start_child
 from weft.core.served import ServedModel
 from weft.engine.kv_file import forget_kv
 from weft.engine.links import EngineLinks
-from weft.engine.machine import available_memory
 from weft.engine.remote import EngineProcess
 from weft.engine.reserve import Reserve
 from weft.ring._native import Page
@@ -32,6 +33,8 @@ LONGEST_DELAY_S = 0.1
 LONGEST_SHORT_S = 10.0  # of the delays while there is too little memory for an engine
 STALLED_GRACE_S = 2.0  # for an engine without progress to record its sequences
 MOST_FAILURES = 4  # engines in a row that report why they cannot start; then no more are started
+# Why an engine cannot start now, though it could before.
+MAY_PASS = EngineDeadError | OutOfMemoryError | HostWorkerError
 STANDBY_BYTES = 512 * 2**20  # of a standby beside weights that are its own
 STANDBY_SHARE = 0.25  # of the free memory, up to which a standby is kept without being asked for
 
@@ -167,7 +170,7 @@ class EngineKeeper:
             try:
                 return await self._start_next()
             except WeftError as error:
-                failures += not isinstance(error, EngineDeadError | OutOfMemoryError)
+                failures += not isinstance(error, MAY_PASS)
                 if failures == MOST_FAILURES:
                     raise
                 if self._want_of_memory(error):

@@ -6,7 +6,6 @@ import os
 import time
 from pathlib import Path
 
-from weft.core.memory import memory_groups
 from weft.core.topology import this_machine
 
 BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")  # the last one is Arm's
@@ -25,17 +24,6 @@ def usable_cores() -> int:
     return machine.cpus if machine.quota is None else max(1, min(machine.cpus, int(machine.quota)))
 
 
-def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that can be allocated without swapping, within the limits of all control groups.
-
-    Args:
-        root: where ``proc`` and the control groups are, for tests.
-    """
-    found = [_available_bytes()]
-    found += [left for group in memory_groups(root) if (left := group.available()) is not None]
-    return min(found)
-
-
 def resident_bytes(pid: int) -> int:
     """Memory that returns when a process ends; 0 if there is none. Files stay in the cache."""
     try:
@@ -43,13 +31,6 @@ def resident_bytes(pid: int) -> int:
     except (FileNotFoundError, ProcessLookupError):
         return 0
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _available_bytes() -> int:
-    """Memory that the kernel estimates to be free without swapping."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    (line,) = [line for line in lines if line.startswith("MemAvailable:")]
-    return 1024 * int(line.split()[1])
 
 
 def has_fast_bfloat16() -> bool:

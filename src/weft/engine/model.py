@@ -18,10 +18,11 @@ from weft.core.config import (
 )
 from weft.core.errors import ConfigError, KernelError, OutOfMemoryError
 from weft.core.kv_types import KV_TYPES
+from weft.core.memory import available_memory
 from weft.core.settings import format_bytes
 from weft.engine.devices import free_memory, is_cpu, pick_device
 from weft.engine.host_tier import check_attends_on_host
-from weft.engine.machine import available_memory, has_fast_bfloat16
+from weft.engine.machine import has_fast_bfloat16
 from weft.engine.weights import check_heads, check_launches, check_storage, stored_weights
 from weft.exec.workspace import StepSizes, workspace_bytes
 from weft.kernels.interface import OpTable

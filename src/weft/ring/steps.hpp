@@ -233,17 +233,23 @@ WEFT_HD inline Reason cancelled(uint64_t asked, Tag tag) {
 
 // -- wake-ups -------------------------------------------------------------------------------------
 
-// Announce news; true if the reader sleeps under a ticket that `woken` does not know yet.
-// Sequentially consistent against go_to_sleep: either the reader sees the news or we see it asleep.
+// Whether the reader sleeps under a ticket that `woken` does not know yet.
 template <int Writers>
-WEFT_HD inline bool ring_bell(Doorbell<Writers>& bell, int writer, uint32_t& woken) {
-  atomic_ref<uint32_t> rung(bell.rung[writer].value);
-  rung.store(rung.load(order::memory_order_relaxed) + 1, order::memory_order_seq_cst);
+WEFT_HD inline bool to_be_woken(Doorbell<Writers>& bell, uint32_t& woken) {
   const uint32_t ticket =
       atomic_ref<uint32_t>(bell.asleep.value).load(order::memory_order_seq_cst);
   if (ticket % 2 == 0 || ticket == woken) return false;
   woken = ticket;
   return true;
+}
+
+// Announce news; true if the reader is to be woken.
+// Sequentially consistent against go_to_sleep: either the reader sees the news or we see it asleep.
+template <int Writers>
+WEFT_HD inline bool ring_bell(Doorbell<Writers>& bell, int writer, uint32_t& woken) {
+  atomic_ref<uint32_t> rung(bell.rung[writer].value);
+  rung.store(rung.load(order::memory_order_relaxed) + 1, order::memory_order_seq_cst);
+  return to_be_woken(bell, woken);
 }
 
 // Whether a writer has rung since `heard`, which then knows of it.

@@ -60,6 +60,15 @@ void states(const Mailbox& mailbox, Room room) {
   }
 }
 
+uint32_t waiting(const Mailbox& mailbox) {
+  uint32_t count = 0;
+  for (uint32_t slot = 0; slot < mailbox.sizes().slots; ++slot) {
+    const bool submitted = weft::job::look(mailbox.word(slot)).state == weft::job::State::Submitted;
+    count += submitted && mailbox.place_of(slot) == 0;
+  }
+  return count;
+}
+
 void begin(MailboxClient& client, Numbers slots, Numbers contexts, nb::list tables,
            std::optional<Numbers> places) {
   std::vector<weft::Tensor> views;
@@ -141,6 +150,7 @@ void bind_host(nb::module_& m) {
       .def_prop_ro("type", [](const Mailbox& mailbox) { return mailbox.sizes().type; })
       .def("counters", &counters_of)
       .def("states", &states)
+      .def("waiting", &waiting)
       .def("layout", &layout_of)
       .def("reclaim", &Mailbox::reclaim);
   nb::class_<MailboxClient>(m, "MailboxClient")

@@ -386,8 +386,8 @@ class HostMailbox:
 
     @property
     def waiting(self) -> int:
-        """Jobs that no worker has begun."""
-        return self.states().count("submitted")
+        """Jobs that the host worker, not a remote place, has not begun; for any thread."""
+        return self.native.waiting()
 
     def counters(self) -> HostCounters:
         """Return the counters, from any thread and without a lock."""

@@ -9,6 +9,7 @@ in the mailbox, so the process that follows a dead one finds the jobs there.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -30,11 +31,17 @@ from weft.kernels.arrays import NAMES, View, numpy_dtype
 from weft.kernels.cpu import attention
 from weft.kernels.cpu.host import HostMailbox, SharedMemory, attach, attached_worker
 
+logger = logging.getLogger("weft")
+
 START_S = 60.0  # until a new process serves the mailbox
+MOST_FRUITLESS = 6  # processes in a row that end while jobs wait and none has been computed
 
 
 class HostProcess:
     """Keeps a process that serves a mailbox: one that ends is followed by another one.
+
+    A job that ends whatever process computes it would be tried for ever. So there is none any more
+    after ``MOST_FRUITLESS`` that have computed nothing of what waited.
 
     Attributes:
         restarts: processes that have followed a dead one.
@@ -140,13 +147,23 @@ class HostProcess:
 
     def _keep(self) -> None:
         backoff = Backoff("host worker", proven=True)
+        fruitless, computed = 0, 0
         while True:
             started = time.monotonic()
             code = self._process.wait()
             self._mailbox.native.reclaim(self._process.pid)
-            delay_s = backoff.delay_s(time.monotonic() - started, describe_exit(code))
-            if self._closing.wait(delay_s):
+            why = describe_exit(code)
+            before, computed = computed, self._mailbox.counters().jobs
+            fruitless = fruitless + 1 if self._mailbox.waiting and computed == before else 0
+            if fruitless >= MOST_FRUITLESS:
+                self.error = HostWorkerError(
+                    f"The host worker ended {fruitless} times in a row without a result, at last "
+                    f"by {why}."
+                )
                 return
+            if self._closing.wait(backoff.delay_s(time.monotonic() - started, why)):
+                return
+            logger.warning("The host worker ended by %s; another one follows.", why)
             try:
                 self._process = self._start()
             except HostWorkerError as error:

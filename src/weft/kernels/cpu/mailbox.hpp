@@ -189,9 +189,11 @@ class MailboxClient {
   std::vector<std::pair<uint64_t, int32_t>> found_;
 };
 
-// Rings a bell, and wakes the other side if it sleeps.
+// Rings a bell, and wakes the other side if it sleeps. The worker and the couriers of all places
+// ring that of the client, hence the addition.
 inline void notify(ring::Doorbell<1>& bell, uint32_t& woken) {
-  if (ring::ring_bell(bell, 0, woken)) ring::futex_wake(&bell.rung[0].value);
+  std::atomic_ref(bell.rung[0].value).fetch_add(1, std::memory_order_seq_cst);
+  if (ring::to_be_woken(bell, woken)) ring::futex_wake(&bell.rung[0].value);
 }
 
 // Adds to a counter that this side alone writes.
