@@ -13,18 +13,35 @@ import pytest
 from checkpoints import FAMILY_CASES, build, prompt, save_with_tokenizer
 from tight_kv import DRAWN, GREEDY, Traffic, least_kv_memory, run, settings_for
 
+from weft.core.errors import ParameterError
 from weft.core.types import FinishReason, Request, SamplingParams
 from weft.engine.build import build_engine
 from weft.exec.lease import LeasedSteps
 from weft.kernels.cpu import decode
 
-# What is asked of every fourth request: what a lease is not for, and what it knows of.
+# What a lease knows of, the last two by guests.
+KNOWN: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "draw": {"top_p": 0.7, "top_k": 40, "min_p": 0.01, "temperature": 1.4},
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": -0.2},
+    "bias": {"logit_bias": {number: 3.0 - number % 7 for number in range(0, 60, 3)}},
+    "minimum": {"min_tokens": 20, "stop_token_ids": tuple(range(0, 190, 5))},
+    "restrictions": {
+        "allowed_token_ids": tuple(range(40, 90)),
+        "bad_token_sequences": ((41,), (50, 60), (70, 70)),
+        "presence_penalty": 0.5,
+    },
+    "grammar": {"grammar": "start: /[a-z]{5}[0-9 ]{60}/", "ignore_eos": False},
+}
+# What is asked of requests in traffic.
 OTHERS = (
-    {},
+    KNOWN["nothing"],
     {"stop_token_ids": tuple(range(0, 190, 7))},
-    {"repetition_penalty": 1.3, "logprobs": 2},
-    {"top_p": 0.7, "top_k": 40, "min_p": 0.01, "temperature": 1.4},
+    KNOWN["draw"],
+    KNOWN["penalties"],
+    KNOWN["restrictions"],
 )
+NOT_LEASED = {"repetition_penalty": 1.3, "logprobs": 2}
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +72,8 @@ def traffic(seed: int) -> Traffic:
     arrivals: dict[int, list[Request]] = {}
     for number in range(12):
         base = (GREEDY, DRAWN)[number % 2]
-        sampling = replace(
-            base, max_tokens=int(rng.integers(1, 60)), seed=number, **OTHERS[rng.integers(4)]
-        )
+        wish = NOT_LEASED if number == 4 else OTHERS[rng.integers(len(OTHERS))]
+        sampling = replace(base, max_tokens=int(rng.integers(1, 60)), seed=number, **wish)
         tokens = prompt(int(rng.integers(1, 40)), 100 * seed + number)
         arrivals.setdefault(40 * (number // 6), []).append(Request(number, tuple(tokens), sampling))
     return Traffic(arrivals, {12: [3], 50: [8]})
@@ -87,6 +103,28 @@ def test_leased_steps_change_no_token(folders, family, monkeypatch, leases) -> N
                 assert answer.tokens[:shorter] == wanted.tokens[:shorter]
             else:
                 assert answer == wanted
+
+
+@pytest.mark.parametrize("first", KNOWN)
+@pytest.mark.parametrize("second", ["nothing", "grammar"])
+def test_what_rows_ask_of_their_logits_is_done_under_a_lease(
+    folders, first, second, monkeypatch, leases
+) -> None:
+    folder, answers = folders["llama"], {}
+    for resident in ("off", "auto"):
+        engine = build_engine(settings_for(folder, kv_memory=2**22, resident=resident))
+        wishes = (KNOWN[first], KNOWN[second])
+        arrivals = [
+            Request(
+                number,
+                tuple(prompt(5 + number, number)),
+                replace((GREEDY, DRAWN)[number % 2], max_tokens=50, seed=number, **wish),
+            )
+            for number, wish in enumerate((*wishes, *wishes[:1]))
+        ]
+        answers[resident], _ = run(engine, Traffic({0: arrivals}, {}), monkeypatch)
+    assert answers["auto"] == answers["off"]
+    assert sum(len(lease.given) - 1 for lease in leases) > 20
 
 
 class Alone:
@@ -203,6 +241,34 @@ def test_logits_that_mean_nothing_end_a_lease(folders, monkeypatch, leases) -> N
     assert [update.finish for update in outputs.updates] == [FinishReason.ERROR]
     assert outputs.updates[0].sequence_id == result.sequence_ids[1]
     alone.scheduler.check()
+    alone.engine.close()
+
+
+def test_a_row_that_cannot_go_on_ends_a_lease_with_its_own_error(folders, leases) -> None:
+    alone = Alone(folders["llama"])
+    few = replace(LONG, allowed_token_ids=(45,), bad_token_sequences=((45,) * 30,))
+    _, ticket = alone.leased(few)
+    ticket.lease.grant(None)
+    result = ticket.result()
+    assert leases[0].end == "numbers"
+    alone.scheduler.commit(result)
+    assert [type(error) for error in result.faults.values()] == [ParameterError] * 2
+    assert "No token is left to sample" in next(iter(result.faults.values())).message
+    assert sum(map(len, leases[0].given)) == 2 * 30 - 2 * 1
+    alone.scheduler.check()
+    alone.engine.close()
+
+
+def test_what_the_choice_of_a_guest_raises_is_raised(folders, monkeypatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no choice")
+
+    alone = Alone(folders["llama"])
+    _, ticket = alone.leased(replace(LONG, allowed_token_ids=tuple(range(40, 90))))
+    monkeypatch.setattr("weft.exec.lease.choose_allowed", fail)
+    ticket.lease.grant(None)
+    with pytest.raises(RuntimeError, match="no choice"):
+        ticket.result()
     alone.engine.close()
 
 

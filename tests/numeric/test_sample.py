@@ -19,7 +19,7 @@ from weft.core.plan import RowAdd, StepPlan
 from weft.core.types import SamplingParams
 from weft.exec.input_batch import InputBatch
 from weft.exec.sample import sample
-from weft.kernels import reference_sampling
+from weft.kernels import reference_sampling, sampling
 from weft.kernels.cpu import attention
 from weft.kernels.cpu.sample import sample_rows, uniform
 from weft.kernels.ops import select_ops
@@ -465,3 +465,60 @@ def test_a_row_that_is_dropped_leaves_nothing_to_the_next_one():
     result = run(logits, table)
     assert result.logprobs == {}
     assert result.tokens.tolist() == logits.argmax(dim=-1).tolist()
+
+
+@searching(60)
+@given(st.integers(0, 2**32 - 1))
+def test_native_penalties_are_the_bits_of_the_formula(seed):
+    rng = np.random.default_rng(seed)
+    count, size, most = int(rng.integers(1, 5)), int(rng.integers(2, 80)), 40
+    tokens = rng.integers(0, size, (6, most)).astype(np.int32)
+    logits = (rng.standard_normal((7, size)) * 10.0 ** rng.integers(-3, 39)).astype(np.float32)
+    logits[rng.random((7, size)) < 0.1] = 0.0
+    lengths = rng.integers(1, most + 1, count)
+    penalties = np.stack(
+        [
+            10.0 ** rng.uniform(-38, 2, count),
+            rng.choice([0.0, 0.7, -2.0], count),
+            rng.choice([0.0, 0.3, -1.3], count),
+        ],
+        1,
+    ).astype(np.float32)
+    asked = (
+        rng.permutation(7)[:count], tokens, rng.integers(0, 6, count), lengths,
+        rng.integers(0, lengths + 1), penalties,
+    )  # fmt: skip
+    expected, found = logits.copy(), logits.copy()
+    with np.errstate(all="ignore"):
+        sampling.penalise(expected, *asked)
+    OPS.penalise(found, *asked)
+    assert found.tobytes() == expected.tobytes()
+    OPS.penalise(found, *asked)  # nothing of the last call is left to the next one
+    with np.errstate(all="ignore"):
+        sampling.penalise(expected, *asked)
+    assert found.tobytes() == expected.tobytes()
+
+
+def test_native_penalties_refuse_what_does_not_fit():
+    logits, one = np.ones((2, 5), np.float32), np.array([1])
+    known, neutral = np.array([[1, 7]], np.int32), np.array([[1.5, 0, 0]], np.float32)
+    row = np.array([0])
+    with pytest.raises(IndexError, match="a token without a logit"):
+        OPS.penalise(logits, one, known, row, np.array([2]), one, neutral)
+    for at, rows, lengths in (
+        ([2], [0], [1]),
+        ([1], [1], [1]),
+        ([1], [0], [3]),
+        ([1], [0, 0], [1]),
+    ):
+        with pytest.raises(ValueError, match="rows"):
+            OPS.penalise(
+                logits,
+                *map(np.array, (at,)),
+                known,
+                np.array(rows),
+                np.array(lengths),
+                one,
+                neutral,
+            )
+    assert (logits == 1).all()

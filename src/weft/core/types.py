@@ -265,14 +265,6 @@ class SamplingParams:
         """Whether there are tokens that may not be sampled."""
         return bool(self.allowed_token_ids or self.bad_token_sequences)
 
-    @property
-    def plain(self) -> bool:
-        """Whether tokens are chosen from the logits as they are, and nothing is said of them."""
-        penalties = self.presence_penalty or self.frequency_penalty
-        penalties = penalties or self.repetition_penalty not in (None, 1.0)
-        others = self.logit_bias or self.min_tokens or self.grammar or self.restricted
-        return not penalties and not others and self.logprobs is None
-
     def with_defaults(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Fill fields that are ``None`` from ``defaults``, then from ``NEUTRAL``."""
         chosen = {
@@ -386,7 +378,7 @@ class Sequence:
         synchronous_from: from this length on a token is planned only when the one before it is on
             the host, as a grammar or drafts demand.
         drafter: of a sequence with speculation.
-        plain: whether all it wants is a token after the other, chosen from the logits as they are.
+        leasable: whether all it wants is a token after the other, so that steps may be leased.
         block_full_at: ``computed`` value at which the next KV block is full.
         row: the executor's row while running, else -1.
         cached: prompt tokens found in the prefix cache at first admission; -1 before it.
@@ -411,7 +403,7 @@ class Sequence:
     capacity: int = 0
     synchronous_from: int = NEVER
     drafter: Drafter | None = None
-    plain: bool = False
+    leasable: bool = False
     block_full_at: int = 0
     row: int = -1
     cached: int = -1

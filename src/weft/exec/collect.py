@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Self
 
 import numpy as np
@@ -156,15 +156,19 @@ class StepOutput:
             return None
         return self._tokens
 
-    def go_on(self, batch: SubBatch, decoded: Decoded) -> None:
-        """Take what was computed after the step under a lease; the rows have their tokens."""
+    def go_on(self, batch: SubBatch, decoded: Decoded, faults: Mapping[int, WeftError]) -> None:
+        """Take what was computed after the step under a lease; the rows have their tokens.
+
+        Args:
+            faults: rows that cannot go on, and why; others that cannot had no finite logits.
+        """
         if len(decoded.given) == 1:
             return
         *earlier, self._tokens = decoded.given
         self._leased = LeasedTokens(tuple(map(tuple, earlier)), decoded.published)
         for row, finite in zip(batch.rows, decoded.finite, strict=True):
             if not finite:
-                self.fault(row, not_finite())
+                self.fault(row, faults.get(row) or not_finite())
 
     def take_piggybacked(
         self, rows: NDArray[np.int32], tokens: NDArray[np.int64], finite: NDArray[np.bool_]

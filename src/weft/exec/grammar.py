@@ -154,6 +154,9 @@ class GrammarRows:
         """Whether no row has a grammar."""
         return not self._rows
 
+    def __contains__(self, row: int) -> bool:
+        return row in self._rows
+
     def forbid(self, logits: Array, rows: Seq[int]) -> dict[int, WeftError]:
         """Make what the grammars do not allow impossible.
 

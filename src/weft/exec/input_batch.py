@@ -117,6 +117,10 @@ class InputBatch:
         plain = (self.grammars is None or self.grammars.empty) and self.restrictions.empty
         return not plain or bool(self.penalised or self.scored or self.bias or self.delayed)
 
+    def is_restricted(self, row: int) -> bool:
+        """Whether a row has a grammar, or other tokens that may not be sampled."""
+        return row in self.restrictions or (self.grammars is not None and row in self.grammars)
+
     def apply(self, plan: StepPlan) -> None:
         """Bring the rows up to the plan: drop, add, move, extend, in this order.
 

@@ -51,6 +51,9 @@ class Restrictions:
     def empty(self) -> bool:
         return not self._rows
 
+    def __contains__(self, row: int) -> bool:
+        return row in self._rows
+
     def add(self, row: int, params: SamplingParams) -> None:
         """Take a row in that is restricted."""
         ends: dict[tuple[int, ...], list[int]] = {}

@@ -22,7 +22,7 @@ from weft.exec.input_batch import InputBatch
 from weft.exec.logprobs import token_logprobs
 from weft.kernels.arrays import Array, empty, from_numpy, isfinite, to_numpy
 from weft.kernels.interface import OpTable, Sample
-from weft.kernels.sampling import LOWEST, penalised
+from weft.kernels.sampling import LOWEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,30 +63,48 @@ def sample(
     """
     if lengths is None:
         lengths = table.length[rows]
-    columns = table.columns
-    asked = columns.choice[rows], columns.seed[rows], lengths - table.num_prompt[rows]
     if not table.changes_logits:
+        columns = table.columns
+        asked = columns.choice[rows], columns.seed[rows], lengths - table.num_prompt[rows]
         return Sampled(*_run(ops.sample, logits, *asked), {}, {}, np.zeros(len(rows), np.int64))
-    finite = _finite_rows(logits)
-    if not finite.all():
-        logits[from_numpy(logits, ~finite)] = 0.0
+    finite = clear_others(logits)
     scored = [i for i in _which(rows, table.scored) if finite[i]]
     raw = ops.log_softmax(logits[scored]) if scored else None
-    _penalise(logits, rows, lengths, table)
+    _penalise(logits, rows, lengths, table, ops)
     _bias(logits, rows, lengths, table)
-    grammars, which = table.grammars, rows.tolist()
-    faults = _forbid(logits, which, lengths, table)
-    tokens, _ = _run(ops.sample, logits, *asked)
+    tokens, faults = choose_allowed(logits, rows, lengths, table, ops)
     logprobs: dict[int, TokenLogprob] = {}
     if raw is not None:
         chosen = rows[scored].tolist()
         counts = [table.scored[row] for row in chosen]
         entries = token_logprobs(raw, tokens[scored], counts, ops.top_k)
         logprobs = dict(zip(scored, entries, strict=True))
-        _score_named(logprobs, raw, which, table)
-    if grammars is not None:
-        grammars.advance(which, tokens)
+        _score_named(logprobs, raw, rows.tolist(), table)
     return Sampled(tokens, finite, logprobs, faults, np.zeros(len(rows), np.int64))
+
+
+def choose_allowed(
+    logits: Array,
+    rows: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    table: InputBatch,
+    ops: OpTable,
+) -> tuple[NDArray[np.int64], dict[int, WeftError]]:
+    """Choose among the tokens [S] that restrictions and grammars allow, and take them in.
+
+    Args:
+        logits: [S, V] finite, after penalties and bias; changed in place.
+
+    Returns:
+        The tokens, and the rows that cannot go on.
+    """
+    columns, which = table.columns, rows.tolist()
+    faults = _forbid(logits, which, lengths, table)
+    counters = lengths - table.num_prompt[rows]
+    tokens, _ = _run(ops.sample, logits, columns.choice[rows], columns.seed[rows], counters)
+    if table.grammars is not None:
+        table.grammars.advance(which, tokens)
+    return tokens, faults
 
 
 def _forbid(
@@ -136,6 +154,14 @@ def _which(rows: NDArray[np.int64], wanted: set[int] | dict[int, int]) -> list[i
     return [i for i, row in enumerate(rows.tolist()) if row in wanted] if wanted else []
 
 
+def clear_others(logits: Array) -> NDArray[np.bool_]:
+    """Return which rows [S] are all finite, and make the others zero."""
+    finite = _finite_rows(logits)
+    if not finite.all():
+        logits[from_numpy(logits, ~finite)] = 0.0
+    return finite
+
+
 def _finite_rows(logits: Array) -> NDArray[np.bool_]:
     """Whether all of a row [S] is finite: a finite sum proves it; an overflow needs a check."""
     with np.errstate(all="ignore"):
@@ -149,26 +175,21 @@ def _finite_rows(logits: Array) -> NDArray[np.bool_]:
 
 
 def _penalise(
-    logits: Array, rows: NDArray[np.int64], lengths: NDArray[np.int64], table: InputBatch
+    logits: Array,
+    rows: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    table: InputBatch,
+    ops: OpTable,
 ) -> None:
-    """Apply repetition, presence and frequency penalties where a row's tokens [P, L] point."""
+    """Apply repetition, presence and frequency penalties where a row's tokens point."""
     at = _which(rows, table.penalised)
     if not at:
         return
     which = rows[at]
-    length = lengths[at, None]
-    place = np.arange(int(length.max()))
-    known = table.tokens[which, : len(place)]
-    # Beyond its length a row repeats its first token, which is penalised once however often met.
-    ids = np.where(place < length, known, known[:, :1]).astype(np.int64)
-    is_output = (place >= table.num_prompt[which, None]) & (place < length)
-    rows_of = np.arange(len(at))[:, None]
-    counts = np.zeros((len(at), logits.shape[1]), np.float32)
-    np.add.at(counts, (rows_of, ids), is_output.astype(np.float32))
-    output = from_numpy(logits, counts[rows_of, ids])  # [P, L] times that the output has the token
-    penalties = [from_numpy(logits, p[:, None]) for p in table.columns.penalties[which].T]
-    places = from_numpy(logits, np.array(at)[:, None]), from_numpy(logits, ids)
-    logits[places] = penalised(logits[places], output, penalties)
+    ops.penalise(
+        logits, np.array(at), table.tokens, which, lengths[at], table.num_prompt[which],
+        table.columns.penalties[which],
+    )  # fmt: skip
 
 
 def _bias(

@@ -10,7 +10,7 @@ from weft.kernels.arrays import Array
 from weft.kernels.collectives import ALONE, Collectives
 from weft.kernels.lanes import LaneOps
 from weft.kernels.parts import LayerParts, StackParts
-from weft.kernels.sampling import ProcessLogits, VerifyDrafts
+from weft.kernels.sampling import Penalise, ProcessLogits, VerifyDrafts
 from weft.kernels.storage import PackedForm, Storage
 from weft.kernels.tuning import Tuning
 
@@ -265,6 +265,7 @@ class OpTable:
     moe: Moe
     paged_attention: PagedAttention
     process_logits: ProcessLogits
+    penalise: Penalise
     sample: Sample
     log_softmax: LogSoftmax
     top_k: TopK

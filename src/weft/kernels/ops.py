@@ -13,6 +13,7 @@ from typing import Any
 from weft.kernels import reference_lanes
 from weft.kernels.interface import Fused, OpTable, PackedMatrices
 from weft.kernels.lanes import LaneOps
+from weft.kernels.sampling import penalise
 from weft.kernels.unavailable import KernelUnavailable
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
@@ -111,6 +112,7 @@ def _reference_ops(device: str, weights: Mapping[str, str]) -> OpTable:
         moe=partial(reference.moe, linear=reference.product),
         paged_attention=reference.paged_attention,
         process_logits=reference_sampling.process_logits,
+        penalise=penalise,
         sample=reference_sampling.sample,
         log_softmax=reference_sampling.log_softmax,
         top_k=reference_sampling.top_k,
@@ -198,6 +200,7 @@ def _native_ops(dtype: str, weights: Mapping[str, str]) -> OpTable:
         moe=experts.moe,
         paged_attention=attention.paged_attention,
         process_logits=_on_tensors("process_logits"),
+        penalise=sample.penalise,
         sample=sample.sample,
         log_softmax=logprobs.log_softmax,
         top_k=logprobs.top_k,
@@ -220,6 +223,7 @@ def _native_ops(dtype: str, weights: Mapping[str, str]) -> OpTable:
             **stored,
             "paged_attention": "cpu",
             "process_logits": "numpy",
+            "penalise": "cpu",
             "sample": "cpu",
             "log_softmax": "numpy",
             "top_k": "numpy",
@@ -275,6 +279,7 @@ def _triton_ops(device: str, dtype: str, weights: Mapping[str, str], tuning: str
         moe=moe.moe,
         paged_attention=partial(attention.paged_attention, tuning=found),
         process_logits=process_logits.process_logits,
+        penalise=penalise,
         sample=sample.sample,
         log_softmax=reference_sampling.log_softmax,
         top_k=reference_sampling.top_k,
@@ -308,6 +313,7 @@ def _triton_ops(device: str, dtype: str, weights: Mapping[str, str], tuning: str
             **stored,
             "paged_attention": "triton",
             "process_logits": "triton",
+            "penalise": "torch",
             "sample": "triton",
             "log_softmax": "torch",
             "top_k": "torch",

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from weft.kernels.arrays import Array, nan_to_num, where
+from weft.kernels.arrays import Array, from_numpy, nan_to_num, where
 
 SETTINGS = ("temperature", "top_k", "top_p", "min_p")
 PENALISED, EDITED = 1, 2  # bits of ``SampleBatch.changes``
@@ -87,6 +88,28 @@ class ProcessLogits(Protocol):
     def __call__(self, logits: Array, samples: SampleBatch, state: RowState, /) -> None: ...
 
 
+class Penalise(Protocol):
+    """Apply penalties to rows of logits [S, V] float32 in place, where their tokens point.
+
+    The other arguments are on the host: ``at`` [P], which of the S rows are penalised; ``tokens``
+    [R, most] int32, the tokens of executor rows; for each of the P its row, ``lengths``, how many
+    tokens count, and ``num_prompt``, how many of them are its prompt; ``penalties`` [P, 3] float32
+    in the order of ``PENALTIES``. The rule is ``penalised``.
+    """
+
+    def __call__(
+        self,
+        logits: Array,
+        at: NDArray[np.int64],
+        tokens: NDArray[np.int32],
+        rows: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        num_prompt: NDArray[np.int64],
+        penalties: NDArray[np.float32],
+        /,
+    ) -> None: ...
+
+
 class VerifyDrafts(Protocol):
     """See ``reference_sampling.verify_drafts``."""
 
@@ -114,6 +137,31 @@ def penalised(scores: Array, output: Array, penalties: Sequence[Array]) -> Array
     scores -= frequency * output
     scores -= presence * (output > 0)
     return nan_to_num(scores)  # a tiny repetition penalty may overflow
+
+
+def penalise(
+    logits: Array,
+    at: NDArray[np.int64],
+    tokens: NDArray[np.int32],
+    rows: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    num_prompt: NDArray[np.int64],
+    penalties: NDArray[np.float32],
+) -> None:
+    """Apply penalties to logits in place, where the tokens of rows point (``Penalise``)."""
+    length = lengths[:, None]
+    place = np.arange(int(length.max()))
+    known = tokens[rows, : len(place)]
+    # Beyond its length a row repeats its first token, which is penalised once however often met.
+    ids = np.where(place < length, known, known[:, :1]).astype(np.int64)
+    is_output = (place >= num_prompt[:, None]) & (place < length)
+    rows_of = np.arange(len(at))[:, None]
+    counts = np.zeros((len(at), logits.shape[1]), np.float32)
+    np.add.at(counts, (rows_of, ids), is_output.astype(np.float32))
+    output = from_numpy(logits, counts[rows_of, ids])  # [P, L] times that the output has the token
+    places = from_numpy(logits, at[:, None]), from_numpy(logits, ids)
+    given = [from_numpy(logits, column[:, None]) for column in penalties.T]
+    logits[places] = penalised(logits[places], output, given)
 
 
 def count_taken(tokens: Sequence[int], finite: Sequence[bool], draft: Sequence[int]) -> int:

@@ -24,7 +24,7 @@ def extend_lease(step: BatchBuilder, sequences: SequenceManager, cache: KVCache,
     alone = len(chosen) == len(sequences.running) and not step.adds
     if not chosen or not alone or sum(step.counts) != len(chosen) or not all(step.samples):
         return 0
-    if _may_join(sequences) or not all(sequence.plain for sequence in chosen):
+    if _may_join(sequences) or not all(sequence.leasable for sequence in chosen):
         return 0
     steps = min(most, *(sequence.end - sequence.known for sequence in chosen))
     if steps <= 0:
@@ -32,13 +32,15 @@ def extend_lease(step: BatchBuilder, sequences: SequenceManager, cache: KVCache,
     ends = [(sequence.id, sequence.planned + steps) for sequence in chosen]
     needs = cache.needs_of_all(ends, steps + 1)
     if any(2 * need > there for need, there in zip(needs, cache.available(), strict=True)):
-        return max(0, min(steps, *(sequence.capacity - sequence.planned for sequence in chosen)))
+        return max(
+            0, min(steps, *(cache.capacity(sequence.id) - sequence.planned for sequence in chosen))
+        )
     for sequence, (_, end) in zip(chosen, ends, strict=True):
         if sequence.capacity >= end:
             continue
         grown = cache.extend(sequence.id, end)
         if grown is None:  # a sliding group counts blocks that it is about to give up
-            steps = min(steps, sequence.capacity - sequence.planned)
+            steps = min(steps, cache.capacity(sequence.id) - sequence.planned)
             continue
         step.extends += [RowExtend(sequence.row, group, blocks) for group, blocks in grown]
         sequence.cover(cache.capacity(sequence.id))

@@ -1,5 +1,7 @@
 """Types of the native extension."""
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -101,6 +103,7 @@ class Packer:
         self, windows: list[int], blocks: NDArray[np.int32], starts: NDArray[np.int32]
     ) -> int: ...
 
+PENALTIES: tuple[str, ...]
 SETTINGS: tuple[str, ...]
 
 def sample(
@@ -110,6 +113,16 @@ def sample(
     draws: NDArray[np.float64],
     tokens: NDArray[np.int64],
     finite: NDArray[np.bool_],
+) -> None: ...
+def penalise(
+    logits: int,
+    size: int,
+    at: NDArray[np.int64],
+    tokens: NDArray[np.int32],
+    rows: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    num_prompt: NDArray[np.int64],
+    penalties: NDArray[np.float32],
 ) -> None: ...
 def uniform(
     seeds: NDArray[np.int64], counters: NDArray[np.int64], numbers: NDArray[np.float64]
@@ -344,6 +357,21 @@ class Lease:
     def grant(self, outlet: object | None) -> None: ...
     def recall(self) -> None: ...
 
+class RowEdits:
+    def __init__(
+        self,
+        edited: NDArray[np.bool_],
+        penalised: NDArray[np.bool_],
+        penalties: NDArray[np.float32],
+        num_prompt: NDArray[np.int64],
+        biased: NDArray[np.int64],
+        biased_from: NDArray[np.int64],
+        biases: NDArray[np.float32],
+        delayed: NDArray[np.int64],
+        delayed_from: NDArray[np.int64],
+        min_tokens: NDArray[np.int64],
+    ) -> None: ...
+
 class DecodeLoop:
     def __init__(
         self,
@@ -366,6 +394,9 @@ class DecodeLoop:
         stop_ids: NDArray[np.int64],
         stop_from: NDArray[np.int64],
         given: NDArray[np.int64],
+        edits: RowEdits,
+        guest: NDArray[np.bool_],
+        choose: Callable[[NDArray[np.float32], NDArray[np.int64], NDArray[np.bool_]], None] | None,
         steps: int,
         limit_ns: int,
         unpublished_ns: int,

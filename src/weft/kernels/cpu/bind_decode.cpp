@@ -4,6 +4,9 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <exception>
+#include <functional>
+#include <tuple>
 #include <vector>
 
 #include "bind.hpp"
@@ -19,6 +22,82 @@ template <typename T, int rank>
 using Array = nb::ndarray<T, nb::ndim<rank>, nb::c_contig, nb::device::cpu>;
 template <typename T>
 using Numbers = Array<const T, 1>;
+
+template <typename T>
+weft::IdLists lists_of(const Numbers<T>& ids, const Numbers<int64_t>& from, size_t rows) {
+  const auto* const bounds = from.data();
+  if (from.shape(0) != rows + 1 || bounds[0] != 0 || !std::is_sorted(bounds, bounds + rows + 1) ||
+      bounds[rows] != static_cast<int64_t>(ids.shape(0))) {
+    throw nb::value_error("lists of ids do not fit their rows");
+  }
+  return {ids.data(), bounds};
+}
+
+// `weft::Edits` of some rows, and what it points to.
+class RowEdits {
+ public:
+  RowEdits(Numbers<bool> edited, Numbers<bool> penalised, Array<const float, 2> penalties,
+           Numbers<int64_t> num_prompt, Numbers<int64_t> biased, Numbers<int64_t> biased_from,
+           Numbers<float> biases, Numbers<int64_t> delayed, Numbers<int64_t> delayed_from,
+           Numbers<int64_t> min_tokens)
+      : kept_(edited, penalised, penalties, num_prompt, biased, biased_from, biases, delayed,
+              delayed_from, min_tokens),
+        rows_(edited.shape(0)) {
+    const bool fits = penalised.shape(0) == rows_ && penalties.shape(0) == rows_ &&
+                      penalties.shape(1) == weft::penalty_names().size() &&
+                      num_prompt.shape(0) == rows_ && biases.shape(0) == biased.shape(0) &&
+                      min_tokens.shape(0) == rows_;
+    if (!fits) throw nb::value_error("edits differ in their rows");
+    native_ = {edited.data(), penalised.data(), penalties.data(), num_prompt.data(),
+               lists_of(biased, biased_from, rows_), biases.data(),
+               lists_of(delayed, delayed_from, rows_), min_tokens.data()};
+  }
+
+  const weft::Edits& native() const { return native_; }
+  size_t rows() const { return rows_; }
+
+ private:
+  std::tuple<Numbers<bool>, Numbers<bool>, Array<const float, 2>, Numbers<int64_t>,
+             Numbers<int64_t>, Numbers<int64_t>, Numbers<float>, Numbers<int64_t>,
+             Numbers<int64_t>, Numbers<int64_t>>
+      kept_;
+  size_t rows_;
+  weft::Edits native_;
+};
+
+// Calls Python for rows that choose there, and keeps what it raises.
+class Caller {
+ public:
+  Caller(nb::object choose, size_t rows) : choose_(std::move(choose)), rows_(rows) {}
+
+  bool operator()(float* logits, int64_t size, int64_t* tokens, bool* finite) {
+    const nb::gil_scoped_acquire acquired;
+    try {
+      choose_(seen<2>(logits, {rows_, static_cast<size_t>(size)}), seen<1>(tokens, {rows_}),
+              seen<1>(finite, {rows_}));
+      return true;
+    } catch (...) {
+      raised_ = std::current_exception();
+      return false;
+    }
+  }
+
+  void check() const {
+    if (raised_) std::rethrow_exception(raised_);
+  }
+
+ private:
+  // An array of Python's over numbers of this side, for as long as the call lasts.
+  template <int rank, typename T>
+  static nb::object seen(T* numbers, const size_t (&shape)[rank]) {
+    nb::ndarray<nb::numpy, T, nb::ndim<rank>> array(numbers, rank, shape);
+    return nb::cast(array, nb::rv_policy::reference);
+  }
+
+  nb::object choose_;
+  size_t rows_;
+  std::exception_ptr raised_;
+};
 
 // Holds on to the arrays that it reads and writes; stack and head are kept by decode.py.
 class DecodeLoop {
@@ -55,17 +134,24 @@ class DecodeLoop {
   nb::tuple run(Lease& lease, Numbers<int64_t> rows, Numbers<uint64_t> ids,
                 Array<const double, 2> settings, Numbers<int64_t> seeds,
                 Numbers<int64_t> counters, Numbers<int64_t> stop_ids, Numbers<int64_t> stop_from,
-                Numbers<int64_t> given, int64_t steps, int64_t limit_ns, int64_t unpublished_ns) {
+                Numbers<int64_t> given, const RowEdits& edits, Numbers<bool> guest,
+                nb::object choose, int64_t steps, int64_t limit_ns, int64_t unpublished_ns) {
     const size_t count = rows.shape(0);
     const bool fits = ids.shape(0) == count && settings.shape(0) == count &&
                       seeds.shape(0) == count && counters.shape(0) == count &&
-                      given.shape(0) == count && stop_from.shape(0) == count + 1;
+                      given.shape(0) == count && stop_from.shape(0) == count + 1 &&
+                      edits.rows() == count && guest.shape(0) == count;
     if (!fits) throw nb::value_error("the terms of a lease differ in their rows");
+    Caller caller(choose, count);
+    weft::Guests guests{guest.data(), nullptr};
+    if (!choose.is_none()) guests.choose = std::ref(caller);
     const weft::LeaseTerms terms{.rows = {rows.data(), count},
                                  .ids = ids.data(),
                                  .settings = settings.data(),
                                  .seeds = seeds.data(),
                                  .counters = counters.data(),
+                                 .edits = edits.native(),
+                                 .guests = guests,
                                  .stop_ids = {stop_ids.data(), stop_ids.shape(0)},
                                  .stop_from = {stop_from.data(), stop_from.shape(0)},
                                  .given = given.data(),
@@ -77,6 +163,7 @@ class DecodeLoop {
       const nb::gil_scoped_release released;
       result = weft::decode(model_, terms, lease);
     }
+    caller.check();
     nb::list all, finite;
     auto token = result.given.begin();
     for (int64_t step = 0; step <= result.steps; ++step) {
@@ -111,10 +198,21 @@ void bind_decode(nb::module_& m) {
       .def(nb::init<>())
       .def("grant", &grant, nb::arg("outlet").none())
       .def("recall", &Lease::recall);
+  nb::class_<RowEdits>(m, "RowEdits")
+      .def(nb::init<Numbers<bool>, Numbers<bool>, Array<const float, 2>, Numbers<int64_t>,
+                    Numbers<int64_t>, Numbers<int64_t>, Numbers<float>, Numbers<int64_t>,
+                    Numbers<int64_t>, Numbers<int64_t>>(),
+           nb::arg("edited"), nb::arg("penalised"), nb::arg("penalties"), nb::arg("num_prompt"),
+           nb::arg("biased"), nb::arg("biased_from"), nb::arg("biases"), nb::arg("delayed"),
+           nb::arg("delayed_from"), nb::arg("min_tokens"));
   nb::class_<DecodeLoop>(m, "DecodeLoop")
       .def(nb::init<const weft::Stack&, const weft::Matrix&, double, Array<int32_t, 2>,
                     Array<int64_t, 1>, std::vector<Array<int32_t, 2>>, int64_t>(),
            nb::arg("stack"), nb::arg("head"), nb::arg("softcap"), nb::arg("tokens"),
            nb::arg("length"), nb::arg("tables"), nb::arg("block_size"))
-      .def("run", &DecodeLoop::run);
+      .def("run", &DecodeLoop::run, nb::arg("lease"), nb::arg("rows"), nb::arg("ids"),
+           nb::arg("settings"), nb::arg("seeds"), nb::arg("counters"), nb::arg("stop_ids"),
+           nb::arg("stop_from"), nb::arg("given"), nb::arg("edits"), nb::arg("guest"),
+           nb::arg("choose").none(), nb::arg("steps"), nb::arg("limit_ns"),
+           nb::arg("unpublished_ns"));
 }

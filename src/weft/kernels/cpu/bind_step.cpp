@@ -7,8 +7,9 @@
 #include <vector>
 
 #include "bind.hpp"
-#include "sample.hpp"
+#include "edits.hpp"
 #include "pack.hpp"
+#include "sample.hpp"
 
 namespace nb = nanobind;
 
@@ -113,6 +114,28 @@ void sample(uintptr_t logits, int64_t size, Array<const double, 2> settings,
   weft::sample(choice);
 }
 
+void penalise(uintptr_t logits, int64_t size, Array<const int64_t, 1> at,
+              Array<const int32_t, 2> tokens, Array<const int64_t, 1> rows,
+              Array<const int64_t, 1> lengths, Array<const int64_t, 1> num_prompt,
+              Array<const float, 2> penalties) {
+  const size_t count = at.shape(0);
+  bool fits = rows.shape(0) == count && lengths.shape(0) == count &&
+              num_prompt.shape(0) == count && penalties.shape(0) == count &&
+              penalties.shape(1) == weft::penalty_names().size();
+  for (size_t i = 0; fits && i < count; ++i) {
+    fits = rows.data()[i] >= 0 && rows.data()[i] < static_cast<int64_t>(tokens.shape(0)) &&
+           num_prompt.data()[i] >= 0 && lengths.data()[i] <= static_cast<int64_t>(tokens.shape(1));
+  }
+  if (!fits) throw nb::value_error("rows with penalties differ, or have more tokens than there are");
+  const nb::gil_scoped_release released;
+  for (size_t i = 0; i < count; ++i) {
+    weft::penalise(reinterpret_cast<float*>(logits) + at.data()[i] * size, size,
+                   {tokens.data() + rows.data()[i] * static_cast<int64_t>(tokens.shape(1)),
+                    num_prompt.data()[i], lengths.data()[i]},
+                   penalties.data() + i * penalties.shape(1));
+  }
+}
+
 void uniform(Array<const int64_t, 1> seeds, Array<const int64_t, 1> counters,
              Array<double, 1> numbers) {
   if (seeds.shape(0) != numbers.shape(0) || counters.shape(0) != numbers.shape(0)) {
@@ -135,6 +158,10 @@ void bind_step(nb::module_& m) {
       .def("pack_tables", &Packer::pack_tables, nb::arg("windows"), nb::arg("blocks"),
            nb::arg("starts"));
   m.attr("SETTINGS") = nb::tuple(nb::cast(weft::settings()));
+  m.attr("PENALTIES") = nb::tuple(nb::cast(weft::penalty_names()));
+  m.def("penalise", &penalise, nb::arg("logits"), nb::arg("size"), nb::arg("at"),
+        nb::arg("tokens"), nb::arg("rows"), nb::arg("lengths"), nb::arg("num_prompt"),
+        nb::arg("penalties"));
   m.def("sample", &sample, nb::arg("logits"), nb::arg("size"), nb::arg("settings"),
         nb::arg("draws"), nb::arg("tokens"), nb::arg("finite"));
   m.def("uniform", &uniform, nb::arg("seeds"), nb::arg("counters"), nb::arg("numbers"));

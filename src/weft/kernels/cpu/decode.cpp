@@ -11,6 +11,7 @@
 #include <string>
 
 #include "ops.hpp"
+#include "pool.hpp"
 #include "sample.hpp"
 
 namespace weft {
@@ -39,7 +40,8 @@ class HostPort {
       : model_(model), terms_(terms), lease_(lease), kept_(kept),
         count_(static_cast<int64_t>(terms.rows.size())), ids_(count_), positions_(count_),
         counters_(terms.counters, terms.counters + count_), seq_lens_(count_),
-        query_start_(count_ + 1), draws_(count_), finite_(std::make_unique<bool[]>(count_)) {
+        query_start_(count_ + 1), draws_(count_), finite_(std::make_unique<bool[]>(count_)),
+        whole_(std::make_unique<bool[]>(count_)) {
     check();
     given_.resize((terms.steps + 1) * count_);
     std::copy_n(terms.given, count_, given_.begin());
@@ -96,15 +98,40 @@ class HostPort {
                 .rows = count_,
                 .out_type = DType::f32});
       if (model_.softcap != 0) softcap(logits, count_ * vocabulary, model_.softcap);
-      uniform(terms_.seeds, rows.counters, count_, draws_.data());
-      sample({logits, count_, vocabulary, terms_.settings, draws_.data(), given, rows.finite});
-      return true;
+      return choose(rows, {logits, count_, vocabulary, terms_.settings, draws_.data(), given,
+                           rows.finite});
     } catch (const std::exception&) {  // the host computes the step again, and says what it was
       return false;
     }
   }
 
  private:
+  // Changes the logits of rows that want it, and has each token chosen.
+  bool choose(const resident::Rows& rows, const Choice& all) {
+    uniform(terms_.seeds, rows.counters, count_, draws_.data());
+    const Edits& edits = terms_.edits;
+    std::fill_n(whole_.get(), count_, true);
+    shared_pool().run(count_, [&](int64_t i) {
+      if (!edits.edited[i]) return;
+      const int64_t row = rows.row[i];
+      const KnownTokens known{rows.tokens + row * rows.max_tokens, edits.num_prompt[i],
+                              rows.length[row]};
+      whole_[i] = edit(edits, i, all.logits + i * all.size, all.size, known, rows.counters[i]);
+    });
+    const Guests& guests = terms_.guests;
+    const auto width = static_cast<int64_t>(settings().size());
+    for (int64_t from = 0, to; from < count_; from = to + 1) {  // up to a guest
+      to = std::find(guests.guest + from, guests.guest + count_, true) - guests.guest;
+      if (to == from) continue;
+      sample({all.logits + from * all.size, to - from, all.size, all.settings + from * width,
+              all.draws + from, all.tokens + from, all.finite + from});
+    }
+    for (int64_t i = 0; i < count_; ++i) {
+      if (edits.edited[i]) all.finite[i] = whole_[i];
+    }
+    return !guests.choose || guests.choose(all.logits, all.size, all.tokens, all.finite);
+  }
+
   void check() const {
     bool fits = terms_.steps >= 0 && terms_.stop_from.size() == terms_.rows.size() + 1 &&
                 !terms_.rows.empty() && model_.groups.size() <= tables_limit;
@@ -176,7 +203,7 @@ class HostPort {
   std::vector<int64_t> given_, ids_, positions_, counters_;
   std::vector<int32_t> seq_lens_, query_start_;
   std::vector<double> draws_;
-  std::unique_ptr<bool[]> finite_;
+  std::unique_ptr<bool[]> finite_, whole_;
   std::vector<std::vector<int32_t>> tables_;  // moved, never copied: `groups_` has their addresses
   std::vector<std::vector<int64_t>> slots_;
   std::vector<resident::GroupRows> groups_;

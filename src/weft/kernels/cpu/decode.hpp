@@ -3,9 +3,11 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <vector>
 
+#include "edits.hpp"
 #include "matrix.hpp"
 #include "resident/lease.hpp"
 #include "resident/loop.hpp"
@@ -31,12 +33,23 @@ struct DecodeModel {
   int64_t block_size = 0;
 };
 
+// Rows whose tokens are chosen elsewhere, as by a grammar. Called once in each step, from the thread
+// that decodes.
+struct Guests {
+  const bool* guest = nullptr;  // [rows]
+  // Chooses the tokens of these rows from logits [rows, size], leaves those of others alone, and says
+  // which of them can go on in `finite`. False if that failed.
+  std::function<bool(float* logits, int64_t size, int64_t* tokens, bool* finite)> choose;
+};
+
 // Terms of a lease for rows [rows]; see resident/loop.hpp.
 struct LeaseTerms {
   std::span<const int64_t> rows;
   const uint64_t* ids;             // of their sequences
   const double* settings;          // of their choices; see sample.hpp
   const int64_t *seeds, *counters;
+  Edits edits;
+  Guests guests;
   std::span<const int64_t> stop_ids, stop_from;  // the latter [rows + 1]
   const int64_t* given;            // the tokens of the step before the lease
   int64_t steps;

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,9 @@ LIMIT_S = 0.1  # of a lease: what the host does from time to time waits for so l
 UNPUBLISHED_S = 0.02  # the same where tokens come with the end of the lease
 
 
+Choose = Callable[[NDArray[np.float32], NDArray[np.int64], NDArray[np.bool_]], None]
+
+
 @dataclass(frozen=True, slots=True)
 class LeaseTerms:
     """What rows [R] are leased with.
@@ -30,6 +33,10 @@ class LeaseTerms:
         counters: [R] int64, tokens of output that each has.
         stop_ids: of each row the token ids that end it.
         given: [R] int64, the token that each row got last.
+        edits: of the rows' logits.
+        guest: [R] bool, rows whose tokens ``choose`` chooses.
+        choose: is called in each step with logits [R, V] float32, tokens [R] int64 and whether rows
+            can go on [R] bool, and writes those of guests; None without guests.
         steps: to compute at most.
     """
 
@@ -40,6 +47,9 @@ class LeaseTerms:
     counters: NDArray[np.int64]
     stop_ids: Sequence[NDArray[np.int64]]
     given: NDArray[np.int64]
+    edits: _native.RowEdits
+    guest: NDArray[np.bool_]
+    choose: Choose | None
     steps: int
 
 
@@ -58,6 +68,12 @@ class Decoded:
     finite: list[bool]
     published: bool
     end: str
+
+
+def id_lists(ids: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the ids of all rows [R], one row after the other, and where those of each begin."""
+    bounds = np.cumsum([0, *map(len, ids)], dtype=np.int64)
+    return np.concatenate([np.zeros(0, np.int64), *ids]), bounds
 
 
 class CpuDecodeLoop:
@@ -96,11 +112,11 @@ class CpuDecodeLoop:
         Raises:
             IndexError: a row has no room for the steps; nothing was computed.
             ValueError: the terms differ in their rows.
+            Exception: what ``choose`` has raised.
         """
-        stop_from = np.cumsum([0, *map(len, terms.stop_ids)], dtype=np.int64)
-        stop_ids = np.concatenate([np.zeros(0, np.int64), *terms.stop_ids])
         given, finite, published, end = self._native.run(
-            lease, terms.rows, terms.ids, terms.settings, terms.seeds, terms.counters, stop_ids,
-            stop_from, terms.given, terms.steps, int(LIMIT_S * 1e9), int(UNPUBLISHED_S * 1e9),
+            lease, terms.rows, terms.ids, terms.settings, terms.seeds, terms.counters,
+            *id_lists(terms.stop_ids), terms.given, terms.edits, terms.guest, terms.choose,
+            terms.steps, int(LIMIT_S * 1e9), int(UNPUBLISHED_S * 1e9),
         )  # fmt: skip
         return Decoded(given, finite, published, ENDS[end])

@@ -7,9 +7,9 @@ from numpy.typing import NDArray
 
 from weft.kernels.arrays import Array, address, dtype_name, on_cpu, strides, to_numpy
 from weft.kernels.cpu import _native
-from weft.kernels.sampling import SETTINGS
+from weft.kernels.sampling import PENALTIES, SETTINGS
 
-if _native.SETTINGS != SETTINGS:
+if (_native.SETTINGS, _native.PENALTIES) != (SETTINGS, PENALTIES):
     raise ImportError("weft.kernels.cpu._native was built from another version; build it again")
 
 
@@ -28,6 +28,28 @@ def sample(
     """
     draws = uniform(to_numpy(seeds), to_numpy(counters))
     _sample(logits, to_numpy(settings), draws, to_numpy(tokens), to_numpy(finite))
+
+
+def penalise(
+    logits: Array,
+    at: NDArray[np.int64],
+    tokens: NDArray[np.int32],
+    rows: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    num_prompt: NDArray[np.int64],
+    penalties: NDArray[np.float32],
+) -> None:
+    """Apply penalties in place; see ``sampling.Penalise``.
+
+    Raises:
+        ValueError: shapes or types do not fit.
+        IndexError: a row has a token that the logits lack.
+    """
+    _check(logits)
+    if len(at) and not 0 <= at.min() <= at.max() < len(logits):
+        raise ValueError(f"there are {len(logits)} rows of logits, and not those of {at}")
+    size = logits.shape[1]
+    _native.penalise(address(logits), size, at, tokens, rows, lengths, num_prompt, penalties)
 
 
 def sample_rows(
@@ -52,11 +74,15 @@ def _sample(
     tokens: NDArray[np.int64],
     finite: NDArray[np.bool_],
 ) -> None:
+    _check(logits)
+    _native.sample(address(logits), logits.shape[1], settings, draws, tokens, finite)
+
+
+def _check(logits: Array) -> None:
     size = logits.shape[1]
     dense = len(logits) < 2 or strides(logits) == (size, 1)
     if dtype_name(logits.dtype) != "float32" or not dense or not on_cpu(logits) or not size:
         raise ValueError(f"cannot choose from {list(logits.shape)} of {logits.dtype}")
-    _native.sample(address(logits), size, settings, draws, tokens, finite)
 
 
 def uniform(seeds: NDArray[np.int64], counters: NDArray[np.int64]) -> NDArray[np.float64]:
