@@ -1,16 +1,18 @@
 """Decoding with the resident loop against the loop in Python, in process, on the same threads.
 
     python benchmarks/resident.py [--model FOLDER] [--sequences 1,8,32] [--threads 1] [--pairs 7]
-        [--out benchmarks/results/resident.json]
+        [--ask '{"repetition_penalty": 1.1}'] [--out benchmarks/results/resident.json]
 
 Drawn tokens, 64-token prompts, 256 tokens each. Two engines in one process take turns, and must
 give the same tokens. ``ratio`` is the median over the pairs of tokens a second, resident over not.
+``--ask``: more sampling parameters, of every request.
 ``Python us`` is the CPU time a token of the thread that plans and commits.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import time
@@ -57,23 +59,23 @@ class Answers:
         raise AssertionError("the benchmark never waits")
 
 
-def run(engine: Engine, count: int, salt: int) -> tuple[float, float, dict[int, list[int]]]:
+def run(
+    engine: Engine, count: int, salt: int, ask: dict[str, Any]
+) -> tuple[float, float, dict[int, list[int]]]:
     """Tokens a second, CPU microseconds of this thread a token, and the tokens."""
     draw, vocabulary = random.Random(1000 * salt + count), engine.model.spec.vocab_size
     requests = []
     for number in range(count):
         prompt = tuple(draw.randrange(8, vocabulary) for _ in range(PROMPT_TOKENS))
-        params = SamplingParams(
-            temperature=0.8, max_tokens=NEW_TOKENS, ignore_eos=True, seed=number
-        ).with_defaults({})
+        wanted = {"temperature": 0.8, "max_tokens": NEW_TOKENS, "ignore_eos": True, **ask}
+        params = SamplingParams(seed=number, **wanted).with_defaults({})
         requests.append(Request(number, prompt, params))
     answers = Answers(requests)
     loop = EngineLoop(engine.scheduler, engine.executor, answers, WallClock())
     started, cpu = time.perf_counter(), time.thread_time()
     loop.run_until_idle()
     seconds, cpu = time.perf_counter() - started, time.thread_time() - cpu
-    tokens = count * NEW_TOKENS
-    assert sum(map(len, answers.tokens.values())) == tokens
+    tokens = sum(map(len, answers.tokens.values()))
     return tokens / seconds, 1e6 * cpu / tokens, answers.tokens
 
 
@@ -84,6 +86,7 @@ def main() -> None:
     parser.add_argument("--sequences", default="1,8,32")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--ask", type=json.loads, default={}, metavar="JSON")
     options = parser.parse_args()
     settings: dict[str, Any] = {"model": options.model, "threads": options.threads}
     settings |= {"prefix_caching": False, "kv_memory": "512MiB", "max_num_seqs": 64}
@@ -96,7 +99,7 @@ def main() -> None:
         samples: dict[str, list[tuple[float, float]]] = {"off": [], "auto": []}
         for pair in range(options.pairs + 1):
             order = ("off", "auto") if pair % 2 else ("auto", "off")
-            found = {name: run(engines[name], count, pair) for name in order}
+            found = {name: run(engines[name], count, pair, options.ask) for name in order}
             assert found["off"][2] == found["auto"][2], "the tokens differ"
             if pair:  # the first pair warms up
                 for name in order:
@@ -116,7 +119,8 @@ def main() -> None:
     for engine in engines.values():
         engine.executor.close()
     if options.out:
-        report.save(options.out, model=options.model, threads=options.threads, rows=rows)
+        told = {"model": options.model, "threads": options.threads, "ask": options.ask}
+        report.save(options.out, **told, rows=rows)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ try:
     import os
     import re
     import sys
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from collections.abc import Sequence as Seq
     from pathlib import Path
     from typing import Any, NoReturn
@@ -18,9 +18,9 @@ try:
     from weft import __version__
     from weft.core.config import EngineConfig
     from weft.core.errors import ConfigError, ParameterError, WeftError, suggest
-    from weft.core.flags import add_setting, add_settings
+    from weft.core.flags import add_setting, add_settings, given_settings
     from weft.core.logs import log_level
-    from weft.core.settings import load_config_file, settings_of
+    from weft.core.settings import settings_of
     from weft.core.types import SamplingParams
 except KeyboardInterrupt:  # Ctrl-C before main() can catch it
     raise SystemExit(130) from None
@@ -232,19 +232,21 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench_args(bench: argparse.ArgumentParser) -> None:
-    from weft.bench.options import KernelsBench, ServeBench, ThroughputBench
+    from weft.bench.options import InterfereBench, KernelsBench, ServeBench, ThroughputBench
 
-    kinds = bench.add_subparsers(dest="kind", required=True, metavar="serve|throughput|kernels")
+    some = "serve|throughput|interfere|kernels"
+    kinds = bench.add_subparsers(dest="kind", required=True, metavar=some)
     for name, declared_by, run, text in (
         ("serve", ServeBench, _bench_serve, "put load on any server with OpenAI's API"),
         ("throughput", ThroughputBench, _bench_throughput, "tokens a second of an engine"),
+        ("interfere", InterfereBench, _bench_interfere, "the loop with neighbours on its core"),
         ("kernels", KernelsBench, _bench_kernels, "each kernel against what the machine can do"),
     ):
         parser = kinds.add_parser(name, help=text, usage=f"weft bench {name} [settings]")
         parser.set_defaults(run=run, parser=parser)
         parser.add_argument("--config", metavar="FILE", help="YAML file with the same names")
         add_settings(parser, "benchmark", declared_by)
-        if name == "throughput":
+        if name in ("throughput", "interfere"):
             add_settings(parser, "engine", EngineConfig)
 
 
@@ -281,31 +283,11 @@ def _sim_args(sim: argparse.ArgumentParser) -> None:
     add_settings(sim, "simulation", SimOptions)
 
 
-def _settings(options: Mapping[str, Any], *declared_by: Any) -> list[dict[str, Any]]:
-    """Merge config file and flags; return one mapping for each declaring class."""
-    values: dict[str, Any] = {}
-    known = [settings_of(cls) for cls in declared_by]
-    names = {name for settings in known for name in settings}
-    if (path := options.get("config")) is not None:
-        for name, value in load_config_file(path).items():
-            if name not in names:
-                raise ConfigError(
-                    f"{path}: unknown setting '{name}'.{suggest(name, names)}", param=name
-                )
-            values[name] = value
-    named = options.get("named")
-    if named is not None and options.get("model", named) != named:
-        raise ConfigError(f"Two models are named: {named} and --model {options['model']}.")
-    given = options if named is None else {**options, "model": named}
-    values |= {name: value for name, value in given.items() if name in names}
-    return [{name: values[name] for name in settings if name in values} for settings in known]
-
-
 # -- generate -----------------------------------------------------------------------------------
 
 
 def _generate(options: dict[str, Any]) -> int:
-    engine_settings, sampling_settings = _settings(options, EngineConfig, SamplingParams)
+    engine_settings, sampling_settings = given_settings(options, EngineConfig, SamplingParams)
     if (options["prompt"] is None) == (options["file"] is None):
         raise ParameterError('Give either a prompt or --file, as in: weft generate "def add(".')
     if options["echo"] and options["file"] is not None:
@@ -333,7 +315,7 @@ def _serve(options: dict[str, Any]) -> int:
     from weft.server.options import ServerOptions
     from weft.supervise import serve
 
-    server_settings, engine_settings = _settings(options, ServerOptions, EngineConfig)
+    server_settings, engine_settings = given_settings(options, ServerOptions, EngineConfig)
     start = options["start"] or start_child
     return serve(engine_settings, ServerOptions(**server_settings), start)
 
@@ -342,7 +324,7 @@ def _batch(options: dict[str, Any]) -> int:
     from weft.batch.options import BatchOptions
     from weft.offline import run_batch
 
-    batch_settings, engine_settings = _settings(options, BatchOptions, EngineConfig)
+    batch_settings, engine_settings = given_settings(options, BatchOptions, EngineConfig)
     return run_batch(options["input"], BatchOptions(**batch_settings), engine_settings)
 
 
@@ -370,7 +352,7 @@ def _bench_serve(options: dict[str, Any]) -> int:
     from weft.core.results import check_output, write_json
     from weft.workload.plots import check_plots, plot_loads
 
-    (settings,) = _settings(options, ServeBench)
+    (settings,) = given_settings(options, ServeBench)
     bench = ServeBench(**settings)
     if bench.samples and bench.output is None:
         raise ConfigError("--samples are written into the file of --output FILE.", param="samples")
@@ -391,7 +373,7 @@ def _bench_throughput(options: dict[str, Any]) -> int:
     from weft.bench.throughput import bench_throughput
     from weft.core.results import check_output, write_json
 
-    bench_settings, engine_settings = _settings(options, ThroughputBench, EngineConfig)
+    bench_settings, engine_settings = given_settings(options, ThroughputBench, EngineConfig)
     bench = ThroughputBench(**bench_settings)
     check_output(bench.output)
     EngineConfig.from_mapping(engine_settings)
@@ -405,12 +387,33 @@ def _bench_throughput(options: dict[str, Any]) -> int:
     return 0
 
 
+def _bench_interfere(options: dict[str, Any]) -> int:
+    from weft.bench.interfere import bench_interfere, control_cpu
+    from weft.bench.options import InterfereBench
+    from weft.bench.report import format_interfere
+    from weft.core.results import check_output, write_json
+
+    bench_settings, engine_settings = given_settings(options, InterfereBench, EngineConfig)
+    bench = InterfereBench(**bench_settings)
+    check_output(bench.output)
+    config = EngineConfig.from_mapping(engine_settings)
+    cpu = control_cpu()
+    from weft.engine.driven import driven_engines
+
+    with driven_engines(config) as (loops, stamps):
+        result = bench_interfere(loops, stamps, config.model, cpu, bench)
+    print(format_interfere(result))
+    if bench.output is not None:
+        write_json(bench.output, result)
+    return 0
+
+
 def _bench_kernels(options: dict[str, Any]) -> int:
     from weft.bench.kernels import bench_kernels, format_kernels
     from weft.bench.options import KernelsBench
     from weft.core.results import check_output, write_json
 
-    (settings,) = _settings(options, KernelsBench)
+    (settings,) = given_settings(options, KernelsBench)
     bench = KernelsBench(**settings)
     check_output(bench.output)
     from weft.core.errors import KernelError
@@ -435,7 +438,7 @@ def _profile(options: dict[str, Any]) -> int:
     from weft.cost.profile_report import format_report
     from weft.engine.profiling import profile_engine, profiled_config
 
-    profile_settings, engine_settings = _settings(options, ProfileOptions, EngineConfig)
+    profile_settings, engine_settings = given_settings(options, ProfileOptions, EngineConfig)
     chosen = ProfileOptions(**profile_settings)
     config = profiled_config(engine_settings)
     if chosen.tune:
@@ -463,7 +466,7 @@ def _cache(options: dict[str, Any]) -> int:
 def _attend(options: dict[str, Any]) -> int:
     from weft.attend.options import PlaceOptions
 
-    (settings,) = _settings(options, PlaceOptions)
+    (settings,) = given_settings(options, PlaceOptions)
     chosen = PlaceOptions(**settings)
     from weft.attend.place import run_place
 
@@ -475,14 +478,16 @@ def _sim(options: dict[str, Any]) -> int:
     from weft.sim.options import SimOptions
     from weft.sim.report import format_sim
 
-    (settings,) = _settings(options, SimOptions)
+    (settings,) = given_settings(options, SimOptions)
     result = run_sim(SimOptions(**settings))
     print(format_sim(result))
     return 0 if all(run["completed"] for run in result["runs"]) else EXIT_ERROR
 
 
 def _info(options: dict[str, Any]) -> int:
-    settings, _ = _settings(options, EngineConfig, SamplingParams)  # one file serves all commands
+    settings, _ = given_settings(
+        options, EngineConfig, SamplingParams
+    )  # one file serves all commands
     config = EngineConfig.from_mapping(settings)
     from weft.engine.info import collect_info, format_info
 

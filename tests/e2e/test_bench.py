@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -62,6 +63,24 @@ def test_kernels_are_measured(tmp_path):
     assert "attention decode bfloat16" in done.stdout
 
 
+def test_loops_are_measured_beside_neighbours(tmp_path):
+    file = tmp_path / "result.json"
+    done = bench(
+        "interfere", "--sequences", "2", "--requests", "4", "--output-tokens", "30", "--repeats",
+        "1", "--neighbours", "compress", "--kv-memory", "16MiB", "--output", str(file),
+    )  # fmt: skip
+    if len(os.sched_getaffinity(0)) < 2:
+        assert "needs two processors" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    result = json.loads(file.read_text())
+    assert set(result["loops"]) == {"planned", "resident"}
+    for found in result["loops"].values():
+        assert found["alone"]["itl_ms"]["p50"] > 0
+        assert found["with neighbours"]["ttft_ms"]["p99"] > 0
+    assert "the loop on processor" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
@@ -70,7 +89,9 @@ def test_kernels_are_measured(tmp_path):
         (["throughput", "--model", "/nowhere"], "/nowhere"),
         (["kernels", "--only", "nothing of this name"], "nothing of this name"),
         (["everything"], "everything"),
-        ([], "serve|throughput|kernels"),
+        (["interfere", "--neighbours", "noise"], "There is no neighbour 'noise'"),
+        (["interfere", "--kernels", "reference"], "no resident loop to measure"),
+        ([], "serve|throughput|interfere|kernels"),
     ],
 )
 def test_wrong_uses(call, arguments, word):

@@ -12,6 +12,7 @@ from weft.ring.segment import create_ring
 
 HERE = Path(__file__).parent
 HEADERS = HERE.parents[1] / "src" / "weft" / "ring"
+RESIDENT = HEADERS.parent / "resident"
 sys.path.insert(0, str(HERE))
 
 
@@ -28,6 +29,7 @@ def build():
 
     def compile_program(name: str, *flags: str) -> Path:
         words = ["-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror", *flags]
-        return builds.program([*words, f"-I{HEADERS}", HERE / f"{name}.cpp"], [HERE, HEADERS])
+        words += [f"-I{HEADERS}", f"-I{HEADERS.parent}"]
+        return builds.program([*words, HERE / f"{name}.cpp"], [HERE, HEADERS, RESIDENT])
 
     return compile_program

@@ -64,6 +64,7 @@ struct Actor {
   std::function<bool()> ready;  // empty, or what it waits for
   jmp_buf context;
   bool entered = false, done = false, killable = false, killed = false;
+  int process = 0;  // actors of one process are killed together; 0: a process of its own
   uint64_t history = 0;
 };
 
@@ -172,7 +173,9 @@ std::vector<int> moves() {
 
 void make(int move) {
   if (move >= 100) {
+    const int process = actors[move - 100].process;
     actors[move - 100].killed = true;
+    for (Actor& actor : actors) actor.killed |= process != 0 && actor.process == process;
     return;
   }
   running = move;
@@ -232,10 +235,11 @@ Tally explore(const Scenario& scenario) {
   return tally;
 }
 
-Actor actor(std::function<void()> run, bool killable = false) {
+Actor actor(std::function<void()> run, bool killable = false, int process = 0) {
   Actor made;
   made.run = std::move(run);
   made.killable = killable;
+  made.process = process;
   return made;
 }
 

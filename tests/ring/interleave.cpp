@@ -6,8 +6,10 @@
 // A small info page, so that its interleavings can be listed.
 #define WEFT_RING_INFO(X) X(first) X(second) X(third) X(fourth)
 #include "steps.hpp"
+#include "resident/lease_steps.hpp"
 
 using namespace weft::ring;
+namespace resident = weft::resident;
 
 namespace explore {
 
@@ -18,6 +20,7 @@ struct World {
   uint32_t client_epoch = 1;
   Doorbell<kBells> bell{};
   InfoPage info{};
+  uint32_t lease = 0;
   uint64_t shadow[16] = {};  // what the scenario keeps track of
 };
 
@@ -36,6 +39,7 @@ void hash_world(Hash& hash) {
   hash.mix(&world.client_epoch, sizeof world.client_epoch);
   hash.mix(&world.bell, sizeof world.bell);
   hash.mix(&world.info, sizeof world.info);
+  hash.mix(&world.lease, sizeof world.lease);
   hash.mix(world.shadow, sizeof world.shadow);
 }
 
@@ -410,6 +414,94 @@ Scenario growing_output() {
           }};
 }
 
+// An engine leases its sequence to the loop, a thread of its own: granted, recalled at any time, also
+// before, and cancelled; the engine is killed anywhere, and the next one goes on. With -DHASTY_HOST
+// the host does not wait for the end of the lease.
+Scenario leased_steps() {
+  using resident::LeaseState;
+  constexpr uint32_t tokens = 3;  // the first and the last one are the host's
+  enum LeaseShadow { kGiven = 8, kEndedLoop, kRecalled, kClaimed };
+  constexpr int engine = 1;
+  const auto finish = [](Tag tag, uint32_t from) {
+    Reason reason = Reason::Length;
+    for (uint32_t i = from; i < tokens; ++i) {
+      reason = cancelled(load(world.asked), tag);
+      if (reason != Reason::None) break;
+      reason = Reason::Length;
+      require(say(tag, i), "host: a lost token");
+    }
+    require(complete(tag, reason) == Outcome::Done, "host: the end was lost");
+  };
+  return {"leased steps",
+          [finish] {
+            actors.push_back(actor([] {
+              Tag tag;
+              require(begin_writing(words(), tag) == Outcome::Done, "the slot is not free");
+              require(submit(words(), tag) == Outcome::Done, "a submission failed");
+              wait_until([] { return is(State::DecodeCompleted); });
+              const uint32_t given = now(load(world.given.published)).value;
+              const Reason reason = now(load(world.given.state)).reason();
+              require(reason != Reason::Length || given == tokens, "a token is lost");
+              require(release(words(), tag) == Outcome::Done, "a release failed");
+              world.shadow[kAnswers] = 1;
+            }));
+            actors.push_back(actor([finish] {  // the host of the engine
+              wait_until([] { return is(State::PrefillPending); });
+              Tag tag;
+              require(claim(1, tag), "host: not taken");
+              require(move_as_engine(world.given, tag, State::DecodeProcessing) == Outcome::Done,
+                      "host: no decode");
+              use_payload(7, kHolder);
+              require(say(tag, 0), "host: the first token is lost");
+              world.shadow[kClaimed] = 1;
+              resident::grant(world.lease);
+#if !defined(HASTY_HOST)
+              wait_until([] { return world.shadow[kEndedLoop] == 1; });
+#endif
+              settled(3, world.shadow[kGiven]);
+              use_payload(7, kHolder);
+              finish(tag, 1 + static_cast<uint32_t>(world.shadow[kGiven]));
+            }, true, engine));
+            actors.push_back(actor([] {  // the loop of the engine
+              wait_until([] {
+                return world.shadow[kClaimed] == 1 &&
+                       world.lease != static_cast<uint32_t>(LeaseState::open);
+              });
+              const Tag tag = now(load(world.given.state)).tag;
+              for (uint32_t i = 1; i + 1 < tokens; ++i) {
+                const bool told = world.shadow[kRecalled] == 1;
+                const LeaseState seen = resident::look(world.lease);
+                require(!told || seen != LeaseState::granted, "a recall is lost");
+                if (seen != LeaseState::granted) break;
+                if (cancelled(load(world.asked), tag) != Reason::None) break;
+                use_payload(8, kHolder);
+                require(say(tag, i), "loop: a lost token");
+                ++world.shadow[kGiven];
+              }
+              world.shadow[kEndedLoop] = 1;
+            }, true, engine));
+            actors.push_back(actor([] {  // another thread of the engine
+              resident::recall(world.lease);
+              world.shadow[kRecalled] = 1;
+            }, true, engine));
+            actors.push_back(actor([] { cancel(world.asked, Tag{0, 1}, Reason::Cancelled); }));
+            actors.push_back(actor([finish] {  // the next engine
+              wait_until([] { return actors[1].killed || world.shadow[kAnswers] == 1; });
+              if (world.shadow[kAnswers] == 1) return;
+              world.shadow[kHolder] = 0;
+              wait_until([] {
+                return world.shadow[kAnswers] == 1 || !(is(State::Empty) || is(State::Writing));
+              });
+              requeue(words(), world.slot, 2);
+              Tag tag;
+              if (!is(State::PrefillPending) || !claim(2, tag)) return;  // it has its end
+              move_as_engine(world.given, tag, State::DecodeProcessing);
+              finish(tag, now(load(world.given.published)).value);
+            }));
+          },
+          [] { require(world.shadow[kAnswers] == 1, "the request is lost"); }};
+}
+
 Scenario info_page() {
   return {"info page",
           [] {
@@ -436,6 +528,6 @@ Scenario info_page() {
 int main() {
   using namespace explore;
   return explore_all({stale_handles(), cancellation(), two_writers(), two_engines(),
-                      zombie_engine(), dead_client(), growing_output(), wake_up_calls(),
-                      info_page()});
+                      zombie_engine(), dead_client(), growing_output(), leased_steps(),
+                      wake_up_calls(), info_page()});
 }

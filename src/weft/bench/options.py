@@ -17,6 +17,7 @@ _READ_WITH = {
     "speed": ("trace",),
 }  # the arrivals for which a setting means something
 DEFAULT_REQUESTS = 100
+NEIGHBOURS = ("compress", "compile", "memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,37 @@ class ServeBench:
     @property
     def has_slo(self) -> bool:
         return any((self.slo_ttft_ms, self.slo_tpot_ms, self.slo_e2e_ms))
+
+
+@dataclass(frozen=True, slots=True)
+class InterfereBench:
+    """Settings of ``weft bench interfere``, beside the engine's own settings."""
+
+    neighbours: tuple[str, ...] = setting(
+        "strings",
+        ("compress", "compile", "memory"),
+        "what runs on the processor of the control path: compress, compile and memory, each as "
+        "often as it is named",
+    )
+    sequences: int = setting("int", 4, "sequences that decode at once", low=1, high=4096)
+    requests: int = setting("int", 24, "requests of a run, one after the end of another", low=1)
+    input_tokens: int = setting("int", 64, "length of prompts", low=1, high=2**20)
+    output_tokens: int = setting("int", 256, "length of answers", low=2, high=2**20)
+    repeats: int = setting("int", 3, "runs that count, after one to warm up", low=1, high=1000)
+    seed: int = setting("int", 0, "seed of prompts", low=0, high=2**63 - 1)
+    output: str | None = setting("path", None, "file for the result as JSON")
+
+    def __post_init__(self) -> None:
+        try:
+            check_settings(self)
+        except ParameterError as error:
+            raise ConfigError(error.message, param=error.param) from None
+        for kind in self.neighbours:
+            if kind not in NEIGHBOURS:
+                raise ConfigError(
+                    f"There is no neighbour '{kind}'; known are: {', '.join(NEIGHBOURS)}.",
+                    param="neighbours",
+                )
 
 
 @dataclass(frozen=True, slots=True)

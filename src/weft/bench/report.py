@@ -53,3 +53,24 @@ def format_throughput(result: Mapping[str, Any]) -> str:
             shown = "".join(f"{values[part]:>10.4g}" for part in ("median", "lowest", "highest"))
             lines.append(f"{name:>24}{shown}")
     return "\n".join(lines)
+
+
+def format_interfere(result: Mapping[str, Any]) -> str:
+    """A table of a result of ``weft bench interfere``."""
+    options = result["options"]
+    beside = ", ".join(options["neighbours"])
+    lines = [
+        f"{result['model']}, {options['sequences']} sequences at once; the loop on processor "
+        f"{result['control_cpu']}, beside: {beside}",
+        "",
+        f"{'':>36}" + "".join(f"{head:>17}" for head in ("alone", "with neighbours", "ratio")),
+    ]
+    for name, found in result["loops"].items():
+        alone, together = found["alone"], found["with neighbours"]
+        pairs = [("tokens/s", alone["tokens_per_s"], together["tokens_per_s"])]
+        for key, title in (("tpot_ms", "TPOT"), ("itl_ms", "between tokens"), ("ttft_ms", "TTFT")):
+            for part in ("p50", "p95", "p99", "p99.9"):
+                pairs.append((f"{title} {part} ms", alone[key][part], together[key][part]))
+        for title, one, other in pairs:
+            lines.append(f"{name:>10}{title:>26}{one:>17.4g}{other:>17.4g}{other / one:>17.2f}")
+    return "\n".join(lines)

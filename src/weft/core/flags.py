@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Any
 
-from weft.core.errors import WeftError
-from weft.core.settings import Setting, settings_of
+from weft.core.errors import ConfigError, WeftError, suggest
+from weft.core.settings import Setting, load_config_file, settings_of
 
 # Nested: in a file.
 NOT_ON_COMMAND_LINE = frozenset({"classes", "logit_bias", "bad_token_sequences"})
@@ -51,3 +51,27 @@ def _shown(declared: Setting) -> str:
     if declared.kind == "bool":
         return str(declared.default).lower()
     return str(declared.default) if declared.default != () else "none"
+
+
+def given_settings(options: Mapping[str, Any], *declared_by: Any) -> list[dict[str, Any]]:
+    """Merge config file and flags; return one mapping for each declaring class.
+
+    Raises:
+        ConfigError: the file has a setting that nobody declares, or two models are named.
+    """
+    values: dict[str, Any] = {}
+    known = [settings_of(cls) for cls in declared_by]
+    names = {name for settings in known for name in settings}
+    if (path := options.get("config")) is not None:
+        for name, value in load_config_file(path).items():
+            if name not in names:
+                raise ConfigError(
+                    f"{path}: unknown setting '{name}'.{suggest(name, names)}", param=name
+                )
+            values[name] = value
+    named = options.get("named")
+    if named is not None and options.get("model", named) != named:
+        raise ConfigError(f"Two models are named: {named} and --model {options['model']}.")
+    given = options if named is None else {**options, "model": named}
+    values |= {name: value for name, value in given.items() if name in names}
+    return [{name: values[name] for name in settings if name in values} for settings in known]

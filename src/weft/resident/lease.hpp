@@ -1,8 +1,9 @@
-// What the host's thread says about a lease, and the loop's thread reads.
+// A lease between the host's threads and the loop's thread, which waits for it.
 #pragma once
 
 #include <atomic>
 
+#include "lease_steps.hpp"
 #include "outlet.hpp"
 
 namespace weft::resident {
@@ -13,30 +14,30 @@ class Lease {
   // tokens come with its end. At most once.
   void grant(const Outlet* outlet) {
     outlet_ = outlet;
-    State open = State::open;
-    state_.compare_exchange_strong(open, State::granted, std::memory_order_acq_rel);
-    state_.notify_all();
+    resident::grant(word_);
+    word().notify_all();
   }
 
   // The loop ends after the step that it computes, or does not begin. Any thread may say it.
   void recall() {
-    state_.store(State::recalled, std::memory_order_release);
-    state_.notify_all();
+    resident::recall(word_);
+    word().notify_all();
   }
 
   // Waits for one of both. Whether the lease was granted, and is still.
   bool await(const Outlet*& outlet) {
-    state_.wait(State::open, std::memory_order_acquire);
+    word().wait(static_cast<uint32_t>(LeaseState::open), std::memory_order_acquire);
     if (recalled()) return false;
     outlet = outlet_;
     return true;
   }
 
-  bool recalled() const { return state_.load(std::memory_order_acquire) == State::recalled; }
+  bool recalled() const { return look(word_) == LeaseState::recalled; }
 
  private:
-  enum class State : int { open, granted, recalled };
-  std::atomic<State> state_{State::open};
+  std::atomic_ref<uint32_t> word() { return std::atomic_ref(word_); }
+
+  uint32_t word_ = static_cast<uint32_t>(LeaseState::open);
   const Outlet* outlet_ = nullptr;
 };
 

@@ -11,6 +11,7 @@
 
 #include "bind.hpp"
 #include "decode.hpp"
+#include "ring/wake.hpp"
 
 namespace nb = nanobind;
 
@@ -182,6 +183,30 @@ class DecodeLoop {
   std::vector<Array<int32_t, 2>> tables_;
 };
 
+// An outlet that notes when which tokens were published, for measurements.
+class Stamps {
+ public:
+  Stamps() { notes_.reserve(1 << 16); }
+
+  nb::capsule outlet() { return nb::capsule(&outlet_, weft::resident::kOutlet); }
+
+  nb::list take() {
+    nb::list all;
+    for (const auto& [at, ids] : notes_) all.append(nb::make_tuple(at, nb::cast(ids)));
+    notes_.clear();
+    return all;
+  }
+
+ private:
+  static void note(void* self, const uint64_t* ids, const int64_t*, int64_t count) {
+    static_cast<Stamps*>(self)->notes_.emplace_back(weft::ring::now_ns(),
+                                                    std::vector(ids, ids + count));
+  }
+
+  std::vector<std::pair<int64_t, std::vector<uint64_t>>> notes_;
+  const weft::resident::Outlet outlet_{this, [](void*) { return false; }, note};
+};
+
 void grant(Lease& lease, nb::object outlet) {
   if (outlet.is_none()) return lease.grant(nullptr);
   const auto capsule = nb::cast<nb::capsule>(outlet);
@@ -198,6 +223,10 @@ void bind_decode(nb::module_& m) {
       .def(nb::init<>())
       .def("grant", &grant, nb::arg("outlet").none())
       .def("recall", &Lease::recall);
+  nb::class_<Stamps>(m, "Stamps")
+      .def(nb::init<>())
+      .def_prop_ro("outlet", &Stamps::outlet)
+      .def("take", &Stamps::take);
   nb::class_<RowEdits>(m, "RowEdits")
       .def(nb::init<Numbers<bool>, Numbers<bool>, Array<const float, 2>, Numbers<int64_t>,
                     Numbers<int64_t>, Numbers<int64_t>, Numbers<float>, Numbers<int64_t>,

@@ -46,6 +46,7 @@ class HostPort {
     given_.resize((terms.steps + 1) * count_);
     std::copy_n(terms.given, count_, given_.begin());
     std::fill_n(finite_.get(), count_, true);
+    edited_ = std::count(terms.edits.edited, terms.edits.edited + count_, true);
     for (int64_t i = 0; i <= count_; ++i) query_start_[i] = static_cast<int32_t>(i);
     gather_tables();
   }
@@ -110,14 +111,15 @@ class HostPort {
   bool choose(const resident::Rows& rows, const Choice& all) {
     uniform(terms_.seeds, rows.counters, count_, draws_.data());
     const Edits& edits = terms_.edits;
-    std::fill_n(whole_.get(), count_, true);
-    shared_pool().run(count_, [&](int64_t i) {
-      if (!edits.edited[i]) return;
-      const int64_t row = rows.row[i];
-      const KnownTokens known{rows.tokens + row * rows.max_tokens, edits.num_prompt[i],
-                              rows.length[row]};
-      whole_[i] = edit(edits, i, all.logits + i * all.size, all.size, known, rows.counters[i]);
-    });
+    if (edited_ > 0) {
+      shared_pool().run(count_, [&](int64_t i) {
+        if (!edits.edited[i]) return;
+        const int64_t row = rows.row[i];
+        const KnownTokens known{rows.tokens + row * rows.max_tokens, edits.num_prompt[i],
+                                rows.length[row]};
+        whole_[i] = edit(edits, i, all.logits + i * all.size, all.size, known, rows.counters[i]);
+      });
+    }
     const Guests& guests = terms_.guests;
     const auto width = static_cast<int64_t>(settings().size());
     for (int64_t from = 0, to; from < count_; from = to + 1) {  // up to a guest
@@ -126,7 +128,7 @@ class HostPort {
       sample({all.logits + from * all.size, to - from, all.size, all.settings + from * width,
               all.draws + from, all.tokens + from, all.finite + from});
     }
-    for (int64_t i = 0; i < count_; ++i) {
+    for (int64_t i = 0; edited_ > 0 && i < count_; ++i) {
       if (edits.edited[i]) all.finite[i] = whole_[i];
     }
     return !guests.choose || guests.choose(all.logits, all.size, all.tokens, all.finite);
@@ -198,6 +200,7 @@ class HostPort {
   Lease& lease_;
   Kept& kept_;
   const int64_t count_;
+  int64_t edited_ = 0;  // rows whose logits are changed
   const Outlet* outlet_ = nullptr;
   Clock::time_point deadline_;
   std::vector<int64_t> given_, ids_, positions_, counters_;

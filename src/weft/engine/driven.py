@@ -1,0 +1,63 @@
+"""Engines that the calling thread drives, for measurements of their loops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from weft.core.config import EngineConfig
+from weft.core.errors import ConfigError
+from weft.core.ports import Inbox
+from weft.engine.build import build_engine
+from weft.engine.devices import describe_executor
+from weft.engine.loop import EngineLoop
+from weft.engine.machine import WallClock
+from weft.kernels.cpu._native import Stamps
+
+
+class DrivenEngine:
+    """An engine in this process.
+
+    Attributes:
+        vocab_size: of its model.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._engine = build_engine(config)
+        self.vocab_size = self._engine.model.spec.vocab_size
+
+    def describe(self) -> str:
+        """How its steps run."""
+        return describe_executor(self._engine.executor)
+
+    def run(self, inbox: Inbox) -> None:
+        """Serve an inbox on this thread until nothing is left to do."""
+        engine = self._engine
+        EngineLoop(engine.scheduler, engine.executor, inbox, WallClock()).run_until_idle()
+
+    def close(self) -> None:
+        """End its threads."""
+        self._engine.close()
+
+
+@contextmanager
+def driven_engines(config: EngineConfig) -> Iterator[tuple[dict[str, DrivenEngine], Stamps]]:
+    """Two engines, whose steps are all planned and the resident loop's, and what notes its tokens.
+
+    Raises:
+        ConfigError: the settings have no resident loop.
+    """
+    engines = {}
+    try:
+        for name, resident in (("planned", "off"), ("resident", "auto")):
+            engines[name] = DrivenEngine(replace(config, resident=resident, prefix_caching=False))
+        if "resident" not in engines["resident"].describe():
+            raise ConfigError(
+                "There is no resident loop to measure: it runs on a CPU with native kernels and "
+                "without tensor_parallel."
+            )
+        yield engines, Stamps()
+    finally:
+        for engine in engines.values():
+            engine.close()
