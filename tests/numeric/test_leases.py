@@ -19,7 +19,7 @@ from weft.engine.build import build_engine
 from weft.exec.lease import LeasedSteps
 from weft.kernels.cpu import decode
 
-# What a lease knows of, the last two by guests.
+# What a lease knows of, the last four by guests.
 KNOWN: dict[str, dict[str, Any]] = {
     "nothing": {},
     "draw": {"top_p": 0.7, "top_k": 40, "min_p": 0.01, "temperature": 1.4},
@@ -32,6 +32,8 @@ KNOWN: dict[str, dict[str, Any]] = {
         "presence_penalty": 0.5,
     },
     "grammar": {"grammar": "start: /[a-z]{5}[0-9 ]{60}/", "ignore_eos": False},
+    "logprobs": {"repetition_penalty": 1.3, "logprobs": 2},
+    "named": {"logprob_token_ids": (4, 9), "allowed_token_ids": tuple(range(3, 60))},
 }
 # What is asked of requests in traffic.
 OTHERS = (
@@ -40,8 +42,9 @@ OTHERS = (
     KNOWN["draw"],
     KNOWN["penalties"],
     KNOWN["restrictions"],
+    KNOWN["logprobs"],
 )
-NOT_LEASED = {"repetition_penalty": 1.3, "logprobs": 2}
+NOT_LEASED = {"speculation": 3}
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +109,7 @@ def test_leased_steps_change_no_token(folders, family, monkeypatch, leases) -> N
 
 
 @pytest.mark.parametrize("first", KNOWN)
-@pytest.mark.parametrize("second", ["nothing", "grammar"])
+@pytest.mark.parametrize("second", ["nothing", "grammar", "logprobs"])
 def test_what_rows_ask_of_their_logits_is_done_under_a_lease(
     folders, first, second, monkeypatch, leases
 ) -> None:
@@ -211,7 +214,7 @@ def test_what_is_published_is_not_published_again(folders) -> None:
     result = ticket.result()
     steps = result.leased.steps
     assert len(steps) > 2
-    told = replace(result, leased=replace(result.leased, published=True))
+    told = replace(result, leased=replace(result.leased, published=frozenset({0, 1})))
     outputs = alone.scheduler.commit(told)
     assert outputs.tokens == list(zip((0, 1), result.tokens, strict=True))
     assert alone.scheduler.sequences.by_id[1].tokens[-len(steps) - 1 :] == [
@@ -265,7 +268,7 @@ def test_what_the_choice_of_a_guest_raises_is_raised(folders, monkeypatch) -> No
 
     alone = Alone(folders["llama"])
     _, ticket = alone.leased(replace(LONG, allowed_token_ids=tuple(range(40, 90))))
-    monkeypatch.setattr("weft.exec.lease.choose_allowed", fail)
+    monkeypatch.setattr("weft.exec.lease.sample", fail)
     ticket.lease.grant(None)
     with pytest.raises(RuntimeError, match="no choice"):
         ticket.result()

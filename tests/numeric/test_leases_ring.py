@@ -16,7 +16,7 @@ from checkpoints import FAMILY_CASES, build, prompt, save_with_tokenizer
 from tight_kv import GREEDY, settings_for
 
 from weft.core.plan import Update
-from weft.core.types import FinishReason, Request
+from weft.core.types import FinishReason, Request, TokenLogprob
 from weft.engine.build import Engine, build_engine
 from weft.engine.loop import EngineLoop
 from weft.engine.machine import WallClock
@@ -27,6 +27,8 @@ from weft.ring.layout import EngineInfo
 from weft.ring.segment import RingFds, create_ring
 
 LENGTH, SLOTS, PATIENCE_S = 400, 16, 60.0
+# Beside plain requests; the tokens of the last kind come with the end of a lease, others meanwhile.
+OTHERS = ({}, {}, {"frequency_penalty": 0.3}, {"bad_token_sequences": ((7,),)}, {"logprobs": 2})
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ class Answers:
     """A sink that keeps tokens and ends of requests."""
 
     def __init__(self) -> None:
-        self.tokens: dict[int, list[int]] = {}
+        self.tokens: dict[int, list[tuple[int, TokenLogprob | None]]] = {}
         self.ends: dict[int, FinishReason] = {}
         self.changed = threading.Condition()
 
@@ -47,7 +49,8 @@ class Answers:
         with self.changed:
             for update in updates:
                 if update.token is not None:
-                    self.tokens.setdefault(update.sequence_id, []).append(update.token)
+                    said = update.token, update.logprob
+                    self.tokens.setdefault(update.sequence_id, []).append(said)
                 if update.finish is not None:
                     self.ends[update.sequence_id] = update.finish
             self.changed.notify()
@@ -90,6 +93,7 @@ def requests(seed: int) -> list[Request]:
             stop_token_ids=tuple(draw.sample(range(190), 6)),
             temperature=draw.choice((0.0, 0.9)),
             seed=number,
+            **draw.choice(OTHERS),
         )
         found.append(Request(number, tuple(prompt(draw.randint(1, 60), number)), sampling))
     return found

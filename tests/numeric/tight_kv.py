@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from weft.core.config import EngineConfig
 from weft.core.errors import OutOfMemoryError
 from weft.core.plan import StepOutputs, StepPlan, Update
 from weft.core.ports import Lease
-from weft.core.types import FinishReason, Request, SamplingParams
+from weft.core.types import FinishReason, Request, SamplingParams, TokenLogprob
 from weft.engine.build import Engine
 from weft.engine.loop import EngineLoop
 from weft.engine.model import resolve_settings
@@ -31,6 +31,7 @@ class Answer:
 
     tokens: list[int]
     finish: FinishReason | None = None
+    logprobs: list[TokenLogprob | None] = field(default_factory=list)
 
 
 class Traffic:
@@ -67,6 +68,7 @@ class Traffic:
             assert update.error is None
             if update.token is not None:
                 answer.tokens.append(update.token)
+                answer.logprobs.append(update.logprob)
             answer.finish = update.finish
 
     def wait(self) -> None:

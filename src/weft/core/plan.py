@@ -150,11 +150,13 @@ class LeasedTokens:
 
     Attributes:
         steps: of each step a token for each sequence of the result, the oldest step first.
-        published: whether these tokens are with the request plane already.
+        published: the sequences whose tokens are with the request plane already.
+        logprobs: of the tokens of each step, by sequence id; none if nobody wants any.
     """
 
     steps: tuple[tuple[int, ...], ...]
-    published: bool
+    published: frozenset[int]
+    logprobs: tuple[Mapping[int, TokenLogprob], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

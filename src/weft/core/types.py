@@ -378,7 +378,7 @@ class Sequence:
         synchronous_from: from this length on a token is planned only when the one before it is on
             the host, as a grammar or drafts demand.
         drafter: of a sequence with speculation.
-        leasable: whether all it wants is a token after the other, so that steps may be leased.
+        leasable: whether it is to have one token after the other, so that steps may be leased.
         block_full_at: ``computed`` value at which the next KV block is full.
         row: the executor's row while running, else -1.
         cached: prompt tokens found in the prefix cache at first admission; -1 before it.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import sys
 from collections.abc import Callable, Mapping
-from typing import Self
+from itertools import compress
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,14 @@ from weft.models.decoder import Decoder
 # What the message of a RuntimeError says when memory ran out: of torch on a CPU; of CUDA, its
 # driver, Triton and NCCL; of cuBLAS.
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+class ToldOfGuests(Protocol):
+    """What ``exec.lease.Guests`` has to say when a lease has ended."""
+
+    withheld: NDArray[np.bool_]
+    logprobs: list[dict[int, TokenLogprob]]
+    faults: Mapping[int, WeftError]
 
 
 class StepTicket:
@@ -149,26 +158,27 @@ class StepOutput:
                 )
             first = here.stop
 
-    def plain_tokens(self, count: int) -> list[int] | None:
-        """The tokens of the step if there are so many, and about none there is more to say."""
-        more = self._logprobs or self._prompt_logprobs or self._faults or self._accepted
-        if more or self._embeddings or self._piggybacked or len(self._tokens) != count:
+    def leasable_tokens(self, count: int) -> list[int] | None:
+        """The tokens of the step if there are so many, and nothing else came of it but what is said
+        of each token."""
+        more = self._prompt_logprobs or self._faults or self._accepted or self._embeddings
+        if more or self._piggybacked or len(self._tokens) != count:
             return None
         return self._tokens
 
-    def go_on(self, batch: SubBatch, decoded: Decoded, faults: Mapping[int, WeftError]) -> None:
-        """Take what was computed after the step under a lease; the rows have their tokens.
-
-        Args:
-            faults: rows that cannot go on, and why; others that cannot had no finite logits.
-        """
+    def go_on(self, batch: SubBatch, decoded: Decoded, guests: ToldOfGuests) -> None:
+        """Take what was computed after the step under a lease; the rows have their tokens."""
         if len(decoded.given) == 1:
             return
         *earlier, self._tokens = decoded.given
-        self._leased = LeasedTokens(tuple(map(tuple, earlier)), decoded.published)
+        ids = self._ids
+        published = frozenset(compress(ids, ~guests.withheld) if decoded.published else ())
+        logprobs = [self._logprobs, *guests.logprobs] if guests.withheld.any() else []
+        self._leased = LeasedTokens(tuple(map(tuple, earlier)), published, tuple(logprobs[:-1]))
+        self._logprobs = logprobs[-1] if logprobs else {}
         for row, finite in zip(batch.rows, decoded.finite, strict=True):
             if not finite:
-                self.fault(row, faults.get(row) or not_finite())
+                self.fault(row, guests.faults.get(row) or not_finite())
 
     def take_piggybacked(
         self, rows: NDArray[np.int32], tokens: NDArray[np.int64], finite: NDArray[np.bool_]

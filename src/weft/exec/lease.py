@@ -2,21 +2,24 @@
 
 A plan may lease its rows for more steps (``StepPlan.lease``). The executor's thread computes the
 planned step, then waits for the host to grant the lease; from there until it ends only that thread
-uses the ring. Penalties, biases and minimum lengths are applied there, too; rows with a grammar or
-with tokens that they may not sample are guests, whose choice alone is Python's. Where log
-probabilities or embeddings are wanted, the step stays alone.
+uses the ring. Penalties, biases and minimum lengths are applied there, too. Some rows are guests,
+whose choice alone is Python's; where those have log probabilities, their tokens come with the end
+of the lease, which is sooner then.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.errors import WeftError
 from weft.core.plan import SubBatch
+from weft.core.types import TokenLogprob
 from weft.exec.collect import StepOutput
 from weft.exec.input_batch import InputBatch
-from weft.exec.sample import choose_allowed, clear_others
+from weft.exec.sample import sample
 from weft.kernels.cpu._native import Lease, RowEdits
 from weft.kernels.cpu.decode import CpuDecodeLoop, LeaseTerms, id_lists
 from weft.kernels.cpu.matrix import CpuMatrix
@@ -30,18 +33,27 @@ NO_DELAY = NO_IDS, 0
 
 
 class Guests:
-    """Chooses the tokens of rows that have a grammar, or tokens that they may not sample.
+    """Rows whose tokens Python chooses, amid a step.
+
+    Those with a grammar, with tokens that they may not sample, or with log probabilities.
 
     Attributes:
         guest: [R] bool, which of the leased rows those are.
+        withheld: [R] bool, those with log probabilities, which are published with their tokens.
+        logprobs: of each step that was computed, by sequence id.
         faults: the rows that could not go on, and why.
     """
 
     def __init__(self, rows: NDArray[np.int64], table: InputBatch, ops: OpTable) -> None:
-        self.guest = np.array([table.is_restricted(row) for row in rows.tolist()], np.bool_)
-        self.faults: dict[int, WeftError] = {}
+        which = rows.tolist()
+        self.withheld = np.array([row in table.scored for row in which], np.bool_)
+        restricted = np.array([table.is_restricted(row) for row in which], np.bool_)
+        self.guest = self.withheld | restricted
+        self.logprobs: list[dict[int, TokenLogprob]] = []
+        self.faults: Mapping[int, WeftError] = {}
         self._at = np.flatnonzero(self.guest)
         self._rows = rows[self._at]
+        self._ids = [table.sequence_ids[row] for row in self._rows.tolist()]
         self._table, self._ops = table, ops
 
     def __len__(self) -> int:
@@ -51,12 +63,11 @@ class Guests:
         self, logits: NDArray[np.float32], tokens: NDArray[np.int64], finite: NDArray[np.bool_]
     ) -> None:
         """See ``LeaseTerms.choose``."""
-        own = logits[self._at]
-        good = clear_others(own)
-        lengths = self._table.length[self._rows]
-        chosen, self.faults = choose_allowed(own, self._rows, lengths, self._table, self._ops)
-        tokens[self._at] = chosen
-        finite[self._at] = good & [row not in self.faults for row in self._rows.tolist()]
+        found = sample(logits[self._at], self._rows, self._table, self._ops)
+        self.logprobs.append({self._ids[i]: entry for i, entry in found.logprobs.items()})
+        self.faults = found.faults
+        tokens[self._at] = found.tokens
+        finite[self._at] = found.finite & [row not in found.faults for row in self._rows.tolist()]
 
 
 class LeasedSteps:
@@ -74,15 +85,15 @@ class LeasedSteps:
             output: of the step; its tokens become those of the last step computed.
         """
         table, rows = self._table, np.array(batch.rows, np.int64)
-        tokens = output.plain_tokens(len(rows))
-        if tokens is None or table.scored or table.embedding:
+        tokens = output.leasable_tokens(len(rows))
+        if tokens is None or table.embedding:
             return
         try:
             guests = Guests(rows, table, self._ops)
             terms = self._terms(rows, guests, tokens, steps)
         except MemoryError:
             return
-        output.go_on(batch, self._loop.run(lease, terms), guests.faults)
+        output.go_on(batch, self._loop.run(lease, terms), guests)
 
     def _terms(
         self, rows: NDArray[np.int64], guests: Guests, tokens: list[int], steps: int
@@ -97,20 +108,22 @@ class LeasedSteps:
             table.length[rows] - table.num_prompt[rows],
             [table.stop_ids.get(row, NO_IDS) for row in which],
             np.array(tokens, np.int64),
-            self._edits(rows),
+            self._edits(rows, ~guests.guest),
             guests.guest,
+            guests.withheld,
             guests.choose if len(guests) else None,
             steps,
         )
 
-    def _edits(self, rows: NDArray[np.int64]) -> RowEdits:
+    def _edits(self, rows: NDArray[np.int64], own: NDArray[np.bool_]) -> RowEdits:
+        """What rows want changed of their logits, but for guests, which see to it themselves."""
         table, which = self._table, rows.tolist()
         biases = [table.bias.get(row, NO_BIAS) for row in which]
         delays = [table.delayed.get(row, NO_DELAY) for row in which]
         penalised = np.array([row in table.penalised for row in which], np.bool_)
         edited = [row in table.bias or row in table.delayed for row in which] | penalised
         return RowEdits(
-            edited,
+            edited & own,
             penalised,
             table.columns.penalties[rows],
             table.num_prompt[rows],

@@ -63,48 +63,30 @@ def sample(
     """
     if lengths is None:
         lengths = table.length[rows]
+    columns = table.columns
+    asked = columns.choice[rows], columns.seed[rows], lengths - table.num_prompt[rows]
     if not table.changes_logits:
-        columns = table.columns
-        asked = columns.choice[rows], columns.seed[rows], lengths - table.num_prompt[rows]
         return Sampled(*_run(ops.sample, logits, *asked), {}, {}, np.zeros(len(rows), np.int64))
-    finite = clear_others(logits)
+    finite = _finite_rows(logits)
+    if not finite.all():
+        logits[from_numpy(logits, ~finite)] = 0.0
     scored = [i for i in _which(rows, table.scored) if finite[i]]
     raw = ops.log_softmax(logits[scored]) if scored else None
     _penalise(logits, rows, lengths, table, ops)
     _bias(logits, rows, lengths, table)
-    tokens, faults = choose_allowed(logits, rows, lengths, table, ops)
+    grammars, which = table.grammars, rows.tolist()
+    faults = _forbid(logits, which, lengths, table)
+    tokens, _ = _run(ops.sample, logits, *asked)
     logprobs: dict[int, TokenLogprob] = {}
     if raw is not None:
         chosen = rows[scored].tolist()
         counts = [table.scored[row] for row in chosen]
         entries = token_logprobs(raw, tokens[scored], counts, ops.top_k)
         logprobs = dict(zip(scored, entries, strict=True))
-        _score_named(logprobs, raw, rows.tolist(), table)
+        _score_named(logprobs, raw, which, table)
+    if grammars is not None:
+        grammars.advance(which, tokens)
     return Sampled(tokens, finite, logprobs, faults, np.zeros(len(rows), np.int64))
-
-
-def choose_allowed(
-    logits: Array,
-    rows: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-    table: InputBatch,
-    ops: OpTable,
-) -> tuple[NDArray[np.int64], dict[int, WeftError]]:
-    """Choose among the tokens [S] that restrictions and grammars allow, and take them in.
-
-    Args:
-        logits: [S, V] finite, after penalties and bias; changed in place.
-
-    Returns:
-        The tokens, and the rows that cannot go on.
-    """
-    columns, which = table.columns, rows.tolist()
-    faults = _forbid(logits, which, lengths, table)
-    counters = lengths - table.num_prompt[rows]
-    tokens, _ = _run(ops.sample, logits, columns.choice[rows], columns.seed[rows], counters)
-    if table.grammars is not None:
-        table.grammars.advance(which, tokens)
-    return tokens, faults
 
 
 def _forbid(
@@ -152,14 +134,6 @@ def _run(
 def _which(rows: NDArray[np.int64], wanted: set[int] | dict[int, int]) -> list[int]:
     """Return the indices of ``rows`` at which a wanted row is."""
     return [i for i, row in enumerate(rows.tolist()) if row in wanted] if wanted else []
-
-
-def clear_others(logits: Array) -> NDArray[np.bool_]:
-    """Return which rows [S] are all finite, and make the others zero."""
-    finite = _finite_rows(logits)
-    if not finite.all():
-        logits[from_numpy(logits, ~finite)] = 0.0
-    return finite
 
 
 def _finite_rows(logits: Array) -> NDArray[np.bool_]:

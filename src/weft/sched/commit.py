@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import compress
 
 from weft.core.errors import InvariantError
 from weft.core.plan import LeasedTokens, PromptLogprobs, StepOutputs, StepResult, Update
@@ -22,8 +23,8 @@ class Committer:
         """Commit the oldest launched step and return its outputs."""
         if step.step_id != result.step_id:
             raise InvariantError(f"step {result.step_id} committed, {step.step_id} expected")
-        earlier = [] if result.leased is None else self._advance_leased(step, result.leased)
-        updates = self._fault(result)
+        earlier, updates = self._advance_leased(step, result.leased)
+        updates += self._fault(result)
         self._embed(result, updates, now_ns)
         self._deliver_prompt_logprobs(result, updates)
         tokens, due = self._advance(step, result, updates, now_ns)
@@ -34,28 +35,37 @@ class Committer:
         self._sequences.close()
         return StepOutputs(earlier + tokens, updates)
 
-    def _advance_leased(self, step: Launched, leased: LeasedTokens) -> list[tuple[int, int]]:
+    def _advance_leased(
+        self, step: Launched, leased: LeasedTokens | None
+    ) -> tuple[list[tuple[int, int]], list[Update]]:
         """Count steps that were computed under a lease, and append their tokens.
 
         None of them ends a sequence. One that was cancelled meanwhile has its end already.
 
         Returns:
-            The tokens that are still to be published.
+            The tokens that are still to be published, without and with log probabilities.
         """
+        plain: list[tuple[int, int]] = []
+        updates: list[Update] = []
+        if leased is None:
+            return plain, updates
         steps, chosen = len(leased.steps), step.sequences
         self._sequences.totals.output_tokens += steps * len(chosen)
         for sequence, tokens in zip(chosen, zip(*leased.steps, strict=True), strict=True):
             sequence.follow(steps)
             if sequence.finish is None:
                 sequence.tokens += tokens
-        if leased.published:
-            return []
-        return [
-            (sequence.id, token)
-            for tokens in leased.steps
-            for sequence, token in zip(chosen, tokens, strict=True)
-            if sequence.finish is None
-        ]
+        late = [s.id not in leased.published and s.finish is None for s in chosen]
+        if not any(late):
+            return plain, updates
+        for tokens, logprobs in zip(leased.steps, leased.logprobs or [{}] * steps, strict=True):
+            for sequence, token in compress(zip(chosen, tokens, strict=True), late):
+                logprob = logprobs.get(sequence.id)
+                if logprob is None:
+                    plain.append((sequence.id, token))
+                else:
+                    updates.append(update_of(sequence, token, logprob))
+        return plain, updates
 
     def _advance(
         self, step: Launched, result: StepResult, updates: list[Update], now_ns: int

@@ -56,7 +56,7 @@ def sequence_of(
         known=len(tokens),
         synchronous_from=0 if synchronous else NEVER,
         drafter=drafter,
-        leasable=drafter is None and not request.embed and request.sampling.logprobs is None,
+        leasable=drafter is None and not request.embed,
     )
 
 

@@ -234,7 +234,7 @@ class ModelledExecutor:
                 self._write(row, len(row.tokens) - 1, row.tokens[-1:])
                 tokens[i] = self._sample(row, len(row.tokens), faults)
                 row.tokens.append(tokens[i])
-        return LeasedTokens(tuple(earlier), published=False) if earlier else None
+        return LeasedTokens(tuple(earlier), frozenset()) if earlier else None
 
     def _before(self, plan: StepPlan) -> None:
         """Abort tokens, and wait for the host where the plan writes to its KV."""

@@ -402,6 +402,7 @@ class DecodeLoop:
         given: NDArray[np.int64],
         edits: RowEdits,
         guest: NDArray[np.bool_],
+        withheld: NDArray[np.bool_],
         choose: Callable[[NDArray[np.float32], NDArray[np.int64], NDArray[np.bool_]], None] | None,
         steps: int,
         limit_ns: int,

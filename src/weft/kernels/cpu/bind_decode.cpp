@@ -136,12 +136,13 @@ class DecodeLoop {
                 Array<const double, 2> settings, Numbers<int64_t> seeds,
                 Numbers<int64_t> counters, Numbers<int64_t> stop_ids, Numbers<int64_t> stop_from,
                 Numbers<int64_t> given, const RowEdits& edits, Numbers<bool> guest,
-                nb::object choose, int64_t steps, int64_t limit_ns, int64_t unpublished_ns) {
+                Numbers<bool> withheld, nb::object choose, int64_t steps, int64_t limit_ns, int64_t unpublished_ns) {
     const size_t count = rows.shape(0);
     const bool fits = ids.shape(0) == count && settings.shape(0) == count &&
                       seeds.shape(0) == count && counters.shape(0) == count &&
                       given.shape(0) == count && stop_from.shape(0) == count + 1 &&
-                      edits.rows() == count && guest.shape(0) == count;
+                      edits.rows() == count && guest.shape(0) == count &&
+                      withheld.shape(0) == count;
     if (!fits) throw nb::value_error("the terms of a lease differ in their rows");
     Caller caller(choose, count);
     weft::Guests guests{guest.data(), nullptr};
@@ -153,6 +154,7 @@ class DecodeLoop {
                                  .counters = counters.data(),
                                  .edits = edits.native(),
                                  .guests = guests,
+                                 .withheld = withheld.data(),
                                  .stop_ids = {stop_ids.data(), stop_ids.shape(0)},
                                  .stop_from = {stop_from.data(), stop_from.shape(0)},
                                  .given = given.data(),
@@ -241,7 +243,7 @@ void bind_decode(nb::module_& m) {
            nb::arg("length"), nb::arg("tables"), nb::arg("block_size"))
       .def("run", &DecodeLoop::run, nb::arg("lease"), nb::arg("rows"), nb::arg("ids"),
            nb::arg("settings"), nb::arg("seeds"), nb::arg("counters"), nb::arg("stop_ids"),
-           nb::arg("stop_from"), nb::arg("given"), nb::arg("edits"), nb::arg("guest"),
+           nb::arg("stop_from"), nb::arg("given"), nb::arg("edits"), nb::arg("guest"), nb::arg("withheld"),
            nb::arg("choose").none(), nb::arg("steps"), nb::arg("limit_ns"),
            nb::arg("unpublished_ns"));
 }

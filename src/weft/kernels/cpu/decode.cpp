@@ -47,6 +47,9 @@ class HostPort {
     std::copy_n(terms.given, count_, given_.begin());
     std::fill_n(finite_.get(), count_, true);
     edited_ = std::count(terms.edits.edited, terms.edits.edited + count_, true);
+    withheld_ = std::count(terms.withheld, terms.withheld + count_, true);
+    out_ids_.reserve(count_);
+    out_tokens_.reserve(count_);
     for (int64_t i = 0; i <= count_; ++i) query_start_[i] = static_cast<int32_t>(i);
     gather_tables();
   }
@@ -54,7 +57,8 @@ class HostPort {
   LeaseResult run() {
     LeaseResult result;
     if (lease_.await(outlet_)) {
-      const auto limit = outlet_ == nullptr ? terms_.unpublished_ns : terms_.limit_ns;
+      const bool late = outlet_ == nullptr || withheld_ > 0;
+      const auto limit = late ? terms_.unpublished_ns : terms_.limit_ns;
       deadline_ = Clock::now() + std::chrono::nanoseconds(limit);
       result.steps = resident::run(rows(), terms_.steps, *this, result.end);
     } else {
@@ -79,8 +83,18 @@ class HostPort {
   }
   bool late() const { return Clock::now() >= deadline_; }
 
-  void publish(const int64_t* given, int64_t count) const {
-    if (outlet_ != nullptr) outlet_->publish(outlet_->self, terms_.ids, given, count);
+  void publish(const int64_t* given, int64_t count) {
+    if (outlet_ == nullptr) return;
+    if (withheld_ == 0) return outlet_->publish(outlet_->self, terms_.ids, given, count);
+    out_ids_.clear();
+    out_tokens_.clear();
+    for (int64_t i = 0; i < count; ++i) {
+      if (terms_.withheld[i]) continue;
+      out_ids_.push_back(terms_.ids[i]);
+      out_tokens_.push_back(given[i]);
+    }
+    const auto some = static_cast<int64_t>(out_ids_.size());
+    if (some > 0) outlet_->publish(outlet_->self, out_ids_.data(), out_tokens_.data(), some);
   }
 
   bool launch(const resident::Rows& rows, int64_t* given) {
@@ -200,7 +214,9 @@ class HostPort {
   Lease& lease_;
   Kept& kept_;
   const int64_t count_;
-  int64_t edited_ = 0;  // rows whose logits are changed
+  int64_t edited_ = 0, withheld_ = 0;  // rows whose logits are changed, and that are not published
+  std::vector<uint64_t> out_ids_;      // of those that are
+  std::vector<int64_t> out_tokens_;
   const Outlet* outlet_ = nullptr;
   Clock::time_point deadline_;
   std::vector<int64_t> given_, ids_, positions_, counters_;

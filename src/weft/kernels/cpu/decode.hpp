@@ -50,17 +50,19 @@ struct LeaseTerms {
   const int64_t *seeds, *counters;
   Edits edits;
   Guests guests;
+  const bool* withheld;            // rows whose tokens are not published, but come with the end
   std::span<const int64_t> stop_ids, stop_from;  // the latter [rows + 1]
   const int64_t* given;            // the tokens of the step before the lease
   int64_t steps;
-  int64_t limit_ns, unpublished_ns;  // from the grant on; the latter where nothing can be published
+  // From the grant on; the latter where tokens come with the end.
+  int64_t limit_ns, unpublished_ns;
 };
 
 struct LeaseResult {
   std::vector<int64_t> given;  // [steps + 1, rows]
   std::vector<char> finite;    // [rows], of the last step
   int64_t steps = 0;
-  bool published = false;      // all but the tokens of the last step
+  bool published = false;      // all but the tokens of the last step, and those withheld
   resident::End end = resident::End::none;
 };
 

@@ -16,7 +16,7 @@ from weft.kernels.cpu.stack import CpuStack
 ENDS = ("none", "steps", "row", "asked", "late", "numbers", "failed")
 
 LIMIT_S = 0.1  # of a lease: what the host does from time to time waits for so long
-UNPUBLISHED_S = 0.02  # the same where tokens come with the end of the lease
+UNPUBLISHED_S = 0.02  # the same where tokens, or those of a row, come with the end of the lease
 
 
 Choose = Callable[[NDArray[np.float32], NDArray[np.int64], NDArray[np.bool_]], None]
@@ -35,6 +35,7 @@ class LeaseTerms:
         given: [R] int64, the token that each row got last.
         edits: of the rows' logits.
         guest: [R] bool, rows whose tokens ``choose`` chooses.
+        withheld: [R] bool, rows whose tokens are not published here.
         choose: is called in each step with logits [R, V] float32, tokens [R] int64 and whether rows
             can go on [R] bool, and writes those of guests; None without guests.
         steps: to compute at most.
@@ -49,6 +50,7 @@ class LeaseTerms:
     given: NDArray[np.int64]
     edits: _native.RowEdits
     guest: NDArray[np.bool_]
+    withheld: NDArray[np.bool_]
     choose: Choose | None
     steps: int
 
@@ -60,7 +62,7 @@ class Decoded:
     Attributes:
         given: tokens of each step [S + 1, R], first those of the step before the lease.
         finite: [R], whether the tokens of the last step mean something.
-        published: whether all but the tokens of the last step are out already.
+        published: whether all tokens are out already but withheld ones and those of the last step.
         end: one of ``ENDS``.
     """
 
@@ -116,7 +118,7 @@ class CpuDecodeLoop:
         """
         given, finite, published, end = self._native.run(
             lease, terms.rows, terms.ids, terms.settings, terms.seeds, terms.counters,
-            *id_lists(terms.stop_ids), terms.given, terms.edits, terms.guest, terms.choose,
-            terms.steps, int(LIMIT_S * 1e9), int(UNPUBLISHED_S * 1e9),
+            *id_lists(terms.stop_ids), terms.given, terms.edits, terms.guest, terms.withheld,
+            terms.choose, terms.steps, int(LIMIT_S * 1e9), int(UNPUBLISHED_S * 1e9),
         )  # fmt: skip
         return Decoded(given, finite, published, ENDS[end])
