@@ -128,6 +128,21 @@ def test_the_first_repetition_does_not_count():
     assert stage.measure((StepRow(9, 1),), 7) == [plain(work_of((StepRow(9, 1),)))] * 7
 
 
+def test_long_steps_are_repeated_less_often():
+    for seconds, repeats, run in ((0.4, 7, 1 + 1 + 1 + 7), (0.6, 1, 1 + 1 + 1)):
+        calls = []
+
+        def time_of(work, seconds=seconds, calls=calls):
+            calls.append(work)
+            return seconds
+
+        stage = Stage(Machine(time_of).run, ROOM)
+        stage.fill()
+        calls.clear()
+        assert stage.measure((StepRow(0, 16, False),), 7) == [seconds] * repeats
+        assert len(calls) == run, "one that seats the rows, and those that do not count"
+
+
 def test_rooms_too_small_to_measure_in_are_refused():
     small = StepRoom(1, 512, 256, 16, 100, (GroupRoom(400, None),))
     with pytest.raises(ConfigError, match="two rows"):

@@ -12,7 +12,9 @@ from weft.core.settings import check_settings, setting
 class ProfileOptions:
     """Settings of ``weft profile``, beside the engine's own settings."""
 
-    repeats: int = setting("int", 20, "times that each step is measured", low=20, high=10**6)
+    repeats: int = setting(
+        "int", 20, "times that each step is measured; long ones less often", low=20, high=10**6
+    )
     steps: int = setting(
         "int", 60, "random steps to fit; half as many are held out", low=10, high=10**5
     )

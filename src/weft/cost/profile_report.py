@@ -7,6 +7,7 @@ from typing import Any
 
 from weft.cost.fit import Accuracy, ProfileKey
 from weft.cost.profiler import GOAL
+from weft.cost.steps import LONG_S
 
 
 def format_report(report: Mapping[str, Any], key: ProfileKey) -> str:
@@ -14,7 +15,7 @@ def format_report(report: Mapping[str, Any], key: ProfileKey) -> str:
     lines = [
         f"{key.model} in {key.dtype} on {key.hardware} ({key.parallelism})",
         f"{report['fitted_steps']} steps fitted, {report['knots']} knots, "
-        f"medians of {report['repeats']} or more",
+        f"medians of {report['repeats']} or more, fewer of steps over {LONG_S:g} s",
         "",
         f"{'':24}{'average':>9}{'P90':>9}",
     ]
