@@ -36,6 +36,7 @@ import coserve
 import report
 from coserve import Targets, be_work, both, clients, counted, idle_targets, summary
 from serve import start_server
+from weft.core.settings import parse_bytes
 from weft.models.hub import resolve_model
 
 DEVICE = {"threads": 1}
@@ -68,13 +69,18 @@ def serve(
     return start_server(model, *given)
 
 
-def make_profiles(folder: Path, model: str) -> dict[int, str]:
-    """The costs of steps for each number of threads, for one with those of the host tier."""
+def make_profiles(folder: Path, model: str, memory: str) -> dict[int, str]:
+    """The costs of steps for each number of threads, for one with those of the host tier.
+
+    Args:
+        memory: KV memory of the device; all of it is filled before anything is measured.
+    """
     paths = {}
+    common = {"model": model, "device": "cpu", "kv_memory": memory}
     for settings in (WITH_HOST, BOTH):
         threads = settings["threads"]
         path, config = folder / f"{threads}.json", folder / f"profile{threads}.yaml"
-        config.write_text(yaml.safe_dump({"model": model, "device": "cpu", **settings}))
+        config.write_text(yaml.safe_dump({**common, **settings}))
         command = [coserve.sys.executable, "-m", "weft.cli", "profile", "--config", str(config)]
         subprocess.run(
             [*command, "--steps", "30", "--profile", str(path)],
@@ -165,13 +171,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     coserve.BE_PROMPT_TOKENS = options.prompt
+    memories = options.memory.split(",")
     rows: list[Any] = []
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         model = options.model
         if options.positions:
             model = lengthen(folder / "model", model, options.positions)
-        profiles = make_profiles(folder, model)
+        profiles = make_profiles(folder, model, max(memories, key=parse_bytes))
 
         def started(server: str, memory: str, **settings: Any) -> int:
             if "host_kv_memory" in SERVERS[server][1]:
@@ -188,7 +195,7 @@ def main() -> None:
             "| host | at once |"
         )
         print("|---|---|---|---|---|---|---|---|")
-        for memory in options.memory.split(","):
+        for memory in memories:
             ports = {}
             for server in (name for name in SERVERS if name in (BASE, *options.servers)):
                 scheduler, own = SERVERS[server]

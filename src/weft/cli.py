@@ -397,10 +397,9 @@ def _bench_interfere(options: dict[str, Any]) -> int:
     bench = InterfereBench(**bench_settings)
     check_output(bench.output)
     config = EngineConfig.from_mapping(engine_settings)
-    cpu = control_cpu()
     from weft.engine.driven import driven_engines
 
-    with driven_engines(config) as (loops, stamps):
+    with control_cpu() as cpu, driven_engines(config) as (loops, stamps):
         result = bench_interfere(loops, stamps, config.model, cpu, bench)
     print(format_interfere(result))
     if bench.output is not None:

@@ -79,15 +79,13 @@ def test_loops_run_on_the_processor_of_their_neighbours_only():
     before = os.sched_getaffinity(0)
     if len(before) < 2:
         pytest.skip("one processor")
-    try:
-        cpu = control_cpu()
+    with control_cpu() as cpu:
         assert os.sched_getaffinity(0) == before - {cpu}
         stamps = NoStamps()
         loops = {"planned": PacedLoop(stamps), "resident": PacedLoop(stamps)}
         options = InterfereBench(sequences=2, requests=4, output_tokens=8, repeats=2)
         result = bench_interfere(loops, stamps, "m", cpu, options)
-    finally:
-        os.sched_setaffinity(0, before)
+    assert os.sched_getaffinity(0) == before
     for loop in loops.values():
         assert loop.cpus == [{cpu}] * 6  # alone and with neighbours, once to warm up
     for found in result["loops"].values():
@@ -101,13 +99,13 @@ def test_loops_run_on_the_processor_of_their_neighbours_only():
 
 
 def test_neighbours_end_with_the_block_and_with_this_process():
-    cpu = max(os.sched_getaffinity(0))
+    cpu, before = max(os.sched_getaffinity(0)), set(psutil.Process().children())
     with neighbours(NEIGHBOURS, cpu):
-        family = psutil.Process().children()
+        family = set(psutil.Process().children()) - before
         assert len(family) == len(NEIGHBOURS)
         assert all(child.cpu_affinity() == [cpu] for child in family)
         assert all(child.is_running() for child in family)
-    assert not psutil.Process().children()
+    assert not set(psutil.Process().children()) - before
     code = (
         "import psutil\nfrom weft.bench.interfere import neighbours\n"
         f"with neighbours(['compress'], {cpu}):\n"
@@ -132,7 +130,7 @@ def test_one_processor_is_too_few():
     code = (
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
         "from weft.bench.interfere import control_cpu\n"
-        "control_cpu()"
+        "with control_cpu(): pass"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "This needs two processors" in done.stderr

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -81,6 +83,17 @@ def test_loops_are_measured_beside_neighbours(tmp_path):
     assert "the loop on processor" in done.stdout
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="loops need two processors")
+def test_loops_that_are_interrupted_end_at_once():
+    command = [*WEFT, "bench", "interfere", "--repeats", "1000", "--kv-memory", "16MiB"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        time.sleep(4)
+        running.send_signal(signal.SIGINT)
+        _, errors = running.communicate(timeout=20)
+    assert running.returncode == 130
+    assert "Traceback" not in errors
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
@@ -91,6 +104,7 @@ def test_loops_are_measured_beside_neighbours(tmp_path):
         (["everything"], "everything"),
         (["interfere", "--neighbours", "noise"], "There is no neighbour 'noise'"),
         (["interfere", "--kernels", "reference"], "no resident loop to measure"),
+        (["interfere", "--input-tokens", "100000"], "the context takes"),
         ([], "serve|throughput|interfere|kernels"),
     ],
 )

@@ -16,6 +16,7 @@ from tight_kv import DRAWN, GREEDY, Traffic, least_kv_memory, run, settings_for
 from weft.core.errors import ParameterError
 from weft.core.types import FinishReason, Request, SamplingParams
 from weft.engine.build import build_engine
+from weft.exec import lease
 from weft.exec.lease import LeasedSteps
 from weft.kernels.cpu import decode
 
@@ -94,7 +95,7 @@ def test_leased_steps_change_no_token(folders, family, monkeypatch, leases) -> N
             if resident == "off":
                 assert not any(plan.lease for plan in plans)
                 assert not leases
-        steps = sum(len(lease.given) - 1 for lease in leases)
+        steps = sum(len(found.given) - 1 for found in leases)
         assert engine.scheduler.totals.resident_steps == steps
         assert steps > 20 or memory < 2**22  # with little memory somebody waits most of the time
         leases.clear()
@@ -127,7 +128,7 @@ def test_what_rows_ask_of_their_logits_is_done_under_a_lease(
         ]
         answers[resident], _ = run(engine, Traffic({0: arrivals}, {}), monkeypatch)
     assert answers["auto"] == answers["off"]
-    assert sum(len(lease.given) - 1 for lease in leases) > 20
+    assert sum(len(found.given) - 1 for found in leases) > 20
 
 
 class Alone:
@@ -272,6 +273,54 @@ def test_what_the_choice_of_a_guest_raises_is_raised(folders, monkeypatch) -> No
     ticket.lease.grant(None)
     with pytest.raises(RuntimeError, match="no choice"):
         ticket.result()
+    alone.engine.close()
+
+
+def test_a_choice_without_memory_for_it_is_made_by_a_planned_step(
+    folders, monkeypatch, leases
+) -> None:
+    """The grammar has not advanced, and nobody is to blame."""
+    original, calls = lease.sample, []
+
+    def short(*words: Any) -> Any:
+        calls.append(words)
+        if len(calls) % 3 == 0:
+            raise MemoryError
+        return original(*words)
+
+    monkeypatch.setattr(lease, "sample", short)
+    answers = {}
+    for resident in ("off", "auto"):
+        engine = build_engine(settings_for(folders["llama"], kv_memory=2**22, resident=resident))
+        arrivals = [
+            Request(number, tuple(prompt(9, number)), replace(LONG, max_tokens=50, **wish))
+            for number, wish in enumerate((KNOWN["grammar"], KNOWN["nothing"]))
+        ]
+        answers[resident], _ = run(engine, Traffic({0: arrivals}, {}), monkeypatch)
+    assert answers["auto"] == answers["off"]
+    assert {"failed"} <= {found.end for found in leases}
+    assert len(calls) > 10
+
+
+def test_who_is_charged_with_a_crash_has_log_probabilities_by_planned_steps(folders) -> None:
+    """Blame is found by what was published, and that is late under a lease."""
+    scheduler = build_engine(settings_for(folders["llama"])).scheduler
+    sampling = replace(LONG, logprobs=1)
+    for number, crashes in enumerate((0, 1)):
+        scheduler.add(Request(number, tuple(prompt(9)), sampling, crashes=crashes))
+    found = [scheduler.sequences.by_id[number].leasable for number in range(2)]
+    assert found == [True, False]
+
+
+def test_tokens_that_come_with_the_end_of_a_lease_wait_for_no_long_step(
+    folders, monkeypatch, leases
+) -> None:
+    monkeypatch.setattr(decode, "UNPUBLISHED_S", 1e-6)  # any step is longer
+    alone = Alone(folders["llama"])
+    _, ticket = alone.leased(LONG)
+    ticket.lease.grant(None)
+    assert ticket.result().leased is None
+    assert leases[0].end == "late"
     alone.engine.close()
 
 

@@ -181,6 +181,8 @@ class PlaceLink:
                 error = caught
             except MemoryError:
                 error = PlaceError("There is no memory for what is sent to it.")
+            except RuntimeError as caught:  # of a thread that cannot be started
+                error = PlaceError(f"A thread for its results cannot be started: {caught}.")
             if self._closing.is_set():
                 return
             assert error is not None, "a session ends by an error"

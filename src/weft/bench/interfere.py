@@ -79,6 +79,7 @@ class Recorder:
         self._stamps, self._vocab_size, self._options = stamps, vocab_size, options
         self._draw = random.Random(f"{options.seed} {round_number}")
         self._left = options.requests
+        self._stopped = False
         self._new: list[Request] = []
         for _ in range(options.sequences):
             self._arrive(0)
@@ -98,7 +99,13 @@ class Recorder:
         self.tokens_ns[number] = []
         self._new.append(Request(number, prompt, params.with_defaults({})))
 
+    def stop(self) -> None:
+        """Have whoever serves this raise KeyboardInterrupt."""
+        self._stopped = True
+
     def receive(self) -> tuple[Seq[Request], Seq[tuple[int, FinishReason]]]:
+        if self._stopped:
+            raise KeyboardInterrupt
         new, self._new = self._new, []
         return new, ()
 
@@ -111,6 +118,8 @@ class Recorder:
         for sequence_id, _ in outputs.tokens:
             self.tokens_ns[sequence_id].append(now)
         for update in outputs.updates:
+            if update.error is not None:
+                raise update.error
             if update.token is not None:
                 self.tokens_ns[update.sequence_id].append(now)
             if update.finish is not None:
@@ -147,8 +156,9 @@ def neighbours(kinds: Seq[str], cpu: int) -> Iterator[None]:
             child.communicate()
 
 
-def control_cpu() -> int:
-    """The processor of the control path; from now on this thread, and those it starts, leave it.
+@contextmanager
+def control_cpu() -> Iterator[int]:
+    """The processor of the control path, which this thread, and those it starts, leave meanwhile.
 
     Raises:
         ConfigError: there is but one.
@@ -157,7 +167,10 @@ def control_cpu() -> int:
     if len(allowed) < 2:
         raise ConfigError("This needs two processors: one for the loop, one for the model.")
     os.sched_setaffinity(0, set(allowed[:-1]))
-    return allowed[-1]
+    try:
+        yield allowed[-1]
+    finally:
+        os.sched_setaffinity(0, set(allowed))
 
 
 def bench_interfere(
@@ -183,7 +196,7 @@ def bench_interfere(
                     loop = loops[name]
                     recorder = Recorder(stamps, loop.vocab_size, options, number)
                     began = time.monotonic()
-                    _run_on(cpu, partial(loop.run, recorder))
+                    _run_on(cpu, partial(loop.run, recorder), recorder.stop)
                     if number:  # the first round warms up
                         key = name, beside
                         samples.setdefault(key, []).append(recorder)
@@ -204,8 +217,12 @@ def bench_interfere(
     }
 
 
-def _run_on(cpu: int, run: Callable[[], None]) -> None:
-    """Run something on a thread that stays on a processor; raises what it raises."""
+def _run_on(cpu: int, run: Callable[[], None], stop: Callable[[], None]) -> None:
+    """Run something on a thread that stays on a processor; raises what it raises.
+
+    Args:
+        stop: has it end soon.
+    """
     raised: list[BaseException] = []
 
     def body() -> None:
@@ -217,7 +234,12 @@ def _run_on(cpu: int, run: Callable[[], None]) -> None:
 
     thread = threading.Thread(target=body, name="weft-control")
     thread.start()
-    thread.join()
+    try:
+        thread.join()
+    except BaseException:  # Ctrl-C
+        stop()
+        thread.join()
+        raise
     if raised:
         raise raised[0]
 

@@ -70,7 +70,8 @@ def format_interfere(result: Mapping[str, Any]) -> str:
         pairs = [("tokens/s", alone["tokens_per_s"], together["tokens_per_s"])]
         for key, title in (("tpot_ms", "TPOT"), ("itl_ms", "between tokens"), ("ttft_ms", "TTFT")):
             for part in ("p50", "p95", "p99", "p99.9"):
-                pairs.append((f"{title} {part} ms", alone[key][part], together[key][part]))
+                if alone[key] is not None:  # with one token each there is none between two
+                    pairs.append((f"{title} {part} ms", alone[key][part], together[key][part]))
         for title, one, other in pairs:
             lines.append(f"{name:>10}{title:>26}{one:>17.4g}{other:>17.4g}{other / one:>17.2f}")
     return "\n".join(lines)

@@ -34,7 +34,12 @@ class DrivenEngine:
     def run(self, inbox: Inbox) -> None:
         """Serve an inbox on this thread until nothing is left to do."""
         engine = self._engine
-        EngineLoop(engine.scheduler, engine.executor, inbox, WallClock()).run_until_idle()
+        loop = EngineLoop(engine.scheduler, engine.executor, inbox, WallClock())
+        try:
+            loop.run_until_idle()
+        except BaseException:
+            loop.abandon()
+            raise
 
     def close(self) -> None:
         """End its threads."""

@@ -9,7 +9,13 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from weft.core.config import EngineConfig
-from weft.core.errors import EngineDeadError, InvariantError, OutOfMemoryError, WeftError
+from weft.core.errors import (
+    EngineDeadError,
+    HostWorkerError,
+    InvariantError,
+    OutOfMemoryError,
+    WeftError,
+)
 from weft.core.plan import StepOutputs, Update
 from weft.core.ports import Executor, Inbox, Lease, SchedulerPort
 from weft.core.sinks import Sink, deliver
@@ -151,7 +157,7 @@ class EngineThread:
             self._loop.scheduler.check()
             self._loop.drain()
             self.inbox.fail(WeftError("The engine was closed."))
-        except (EngineDeadError, OutOfMemoryError) as error:  # of another rank, or one alone
+        except (EngineDeadError, OutOfMemoryError, HostWorkerError) as error:  # not this engine's
             self._loop.abandon()
             self.inbox.fail(error)
         except Exception as error:

@@ -6,6 +6,7 @@ Sub-batches with rows on the host go through the layers together (``overlap``).
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence as Seq
 from functools import partial
 from queue import SimpleQueue
@@ -134,7 +135,7 @@ class EagerExecutor:
         output = StepOutput(self._table)
         if self._rows is not None:
             output.lost, output.places = self._rows.lost(), self._rows.places()
-        batches = plan.batches
+        batches, began = plan.batches, time.perf_counter()
         if plan.piggybacks and self._rows is not None:
             batches = batches[1:]
             self._carry(plan, self._rows, output)
@@ -147,7 +148,8 @@ class EagerExecutor:
             self.tier.after(plan, self._table)
         if lease is not None and self._leases is not None:
             (batch,) = plan.batches
-            self._leases.run(batch, plan.lease, lease, output)
+            step_s = time.perf_counter() - began
+            self._leases.run(batch, plan.lease, lease, output, step_s)
         return output.result(plan.step_id)
 
     def _on_disk(self, plan: StepPlan) -> DiskBlocks:

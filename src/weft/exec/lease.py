@@ -61,13 +61,17 @@ class Guests:
 
     def choose(
         self, logits: NDArray[np.float32], tokens: NDArray[np.int64], finite: NDArray[np.bool_]
-    ) -> None:
-        """See ``LeaseTerms.choose``."""
-        found = sample(logits[self._at], self._rows, self._table, self._ops)
+    ) -> bool:
+        """See ``LeaseTerms.choose``. Without memory nothing is chosen, and no grammar advances."""
+        try:
+            found = sample(logits[self._at], self._rows, self._table, self._ops)
+        except MemoryError:
+            return False
         self.logprobs.append({self._ids[i]: entry for i, entry in found.logprobs.items()})
         self.faults = found.faults
         tokens[self._at] = found.tokens
         finite[self._at] = found.finite & [row not in found.faults for row in self._rows.tolist()]
+        return True
 
 
 class LeasedSteps:
@@ -78,11 +82,14 @@ class LeasedSteps:
         self._table = table
         self._ops = ops
 
-    def run(self, batch: SubBatch, steps: int, lease: Lease, output: StepOutput) -> None:
+    def run(
+        self, batch: SubBatch, steps: int, lease: Lease, output: StepOutput, step_s: float
+    ) -> None:
         """Compute up to ``steps`` more steps of the rows of ``batch``, which has been computed.
 
         Args:
             output: of the step; its tokens become those of the last step computed.
+            step_s: seconds that the step took.
         """
         table, rows = self._table, np.array(batch.rows, np.int64)
         tokens = output.leasable_tokens(len(rows))
@@ -90,13 +97,18 @@ class LeasedSteps:
             return
         try:
             guests = Guests(rows, table, self._ops)
-            terms = self._terms(rows, guests, tokens, steps)
+            terms = self._terms(rows, guests, tokens, steps, step_s)
         except MemoryError:
             return
         output.go_on(batch, self._loop.run(lease, terms), guests)
 
     def _terms(
-        self, rows: NDArray[np.int64], guests: Guests, tokens: list[int], steps: int
+        self,
+        rows: NDArray[np.int64],
+        guests: Guests,
+        tokens: list[int],
+        steps: int,
+        step_s: float,
     ) -> LeaseTerms:
         table, which = self._table, rows.tolist()
         columns = table.columns
@@ -113,6 +125,7 @@ class LeasedSteps:
             guests.withheld,
             guests.choose if len(guests) else None,
             steps,
+            step_s,
         )
 
     def _edits(self, rows: NDArray[np.int64], own: NDArray[np.bool_]) -> RowEdits:

@@ -202,7 +202,8 @@ class EngineSide {
     bool live = false, decoding = false, cancelling = false, stuck = false;
   };
 
-  // More than can be computed and unpublished when an engine dies.
+  // More than can be computed and unpublished when an engine dies, but for sequences with log
+  // probabilities under a lease, which have none once they are charged (sched/requests.py).
   static constexpr uint32_t kClearedTokens = 4;
 
   bool gone(uint32_t client) const { return client % 2 == 0 || client == dead_client_.load(); }

@@ -165,7 +165,7 @@ class RingInbox:
     def lend(self, lease: Lease) -> None:
         """Grant a lease, which publishes here and ends as soon as there is something to receive.
 
-        Not while requests are tried one after the other: each trial is over after a few tokens.
+        Not while requests wait to be tried: each trial is over after a few tokens.
         """
         self._watch.look()
         if self._quarantine.idle:

@@ -45,6 +45,9 @@ def sequence_of(
         )
     tokens = [*request.prompt, *request.output]
     drafter = _drafter(request, speculation)
+    # Tokens with log probabilities come with the end of a lease: the blame for an engine's death is
+    # found by what was published.
+    late_and_charged = request.crashes > 0 and request.sampling.logprobs is not None
     synchronous = drafter is not None or request.sampling.grammar is not None
     return Sequence(
         request,
@@ -56,7 +59,7 @@ def sequence_of(
         known=len(tokens),
         synchronous_from=0 if synchronous else NEVER,
         drafter=drafter,
-        leasable=drafter is None and not request.embed,
+        leasable=drafter is None and not request.embed and not late_and_charged,
     )
 
 

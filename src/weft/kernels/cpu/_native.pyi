@@ -403,8 +403,9 @@ class DecodeLoop:
         edits: RowEdits,
         guest: NDArray[np.bool_],
         withheld: NDArray[np.bool_],
-        choose: Callable[[NDArray[np.float32], NDArray[np.int64], NDArray[np.bool_]], None] | None,
+        choose: Callable[[NDArray[np.float32], NDArray[np.int64], NDArray[np.bool_]], bool] | None,
         steps: int,
         limit_ns: int,
         unpublished_ns: int,
+        step_ns: int,
     ) -> tuple[list[list[int]], list[bool], bool, int]: ...

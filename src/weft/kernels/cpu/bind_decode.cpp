@@ -74,9 +74,8 @@ class Caller {
   bool operator()(float* logits, int64_t size, int64_t* tokens, bool* finite) {
     const nb::gil_scoped_acquire acquired;
     try {
-      choose_(seen<2>(logits, {rows_, static_cast<size_t>(size)}), seen<1>(tokens, {rows_}),
-              seen<1>(finite, {rows_}));
-      return true;
+      return nb::cast<bool>(choose_(seen<2>(logits, {rows_, static_cast<size_t>(size)}),
+                                    seen<1>(tokens, {rows_}), seen<1>(finite, {rows_})));
     } catch (...) {
       raised_ = std::current_exception();
       return false;
@@ -136,7 +135,8 @@ class DecodeLoop {
                 Array<const double, 2> settings, Numbers<int64_t> seeds,
                 Numbers<int64_t> counters, Numbers<int64_t> stop_ids, Numbers<int64_t> stop_from,
                 Numbers<int64_t> given, const RowEdits& edits, Numbers<bool> guest,
-                Numbers<bool> withheld, nb::object choose, int64_t steps, int64_t limit_ns, int64_t unpublished_ns) {
+                Numbers<bool> withheld, nb::object choose, int64_t steps, int64_t limit_ns, int64_t unpublished_ns,
+                int64_t step_ns) {
     const size_t count = rows.shape(0);
     const bool fits = ids.shape(0) == count && settings.shape(0) == count &&
                       seeds.shape(0) == count && counters.shape(0) == count &&
@@ -160,7 +160,8 @@ class DecodeLoop {
                                  .given = given.data(),
                                  .steps = steps,
                                  .limit_ns = limit_ns,
-                                 .unpublished_ns = unpublished_ns};
+                                 .unpublished_ns = unpublished_ns,
+                                 .step_ns = step_ns};
     weft::LeaseResult result;
     {
       const nb::gil_scoped_release released;
@@ -245,5 +246,5 @@ void bind_decode(nb::module_& m) {
            nb::arg("settings"), nb::arg("seeds"), nb::arg("counters"), nb::arg("stop_ids"),
            nb::arg("stop_from"), nb::arg("given"), nb::arg("edits"), nb::arg("guest"), nb::arg("withheld"),
            nb::arg("choose").none(), nb::arg("steps"), nb::arg("limit_ns"),
-           nb::arg("unpublished_ns"));
+           nb::arg("unpublished_ns"), nb::arg("step_ns"));
 }

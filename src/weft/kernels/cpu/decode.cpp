@@ -57,10 +57,11 @@ class HostPort {
   LeaseResult run() {
     LeaseResult result;
     if (lease_.await(outlet_)) {
-      const bool late = outlet_ == nullptr || withheld_ > 0;
-      const auto limit = late ? terms_.unpublished_ns : terms_.limit_ns;
+      const bool holds_back = outlet_ == nullptr || withheld_ > 0;
+      const auto limit = holds_back ? terms_.unpublished_ns - terms_.step_ns : terms_.limit_ns;
       deadline_ = Clock::now() + std::chrono::nanoseconds(limit);
       result.steps = resident::run(rows(), terms_.steps, *this, result.end);
+      if (result.end == End::failed) std::fill_n(finite_.get(), count_, true);  // of the step before
     } else {
       result.end = End::asked;
     }

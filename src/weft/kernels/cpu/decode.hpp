@@ -54,8 +54,9 @@ struct LeaseTerms {
   std::span<const int64_t> stop_ids, stop_from;  // the latter [rows + 1]
   const int64_t* given;            // the tokens of the step before the lease
   int64_t steps;
-  // From the grant on; the latter where tokens come with the end.
-  int64_t limit_ns, unpublished_ns;
+  // From the grant on. The second where tokens come with the end: none waits for longer, as no step
+  // begins that would not end by then, if it takes as long as steps do.
+  int64_t limit_ns, unpublished_ns, step_ns;
 };
 
 struct LeaseResult {

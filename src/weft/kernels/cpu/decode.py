@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ LIMIT_S = 0.1  # of a lease: what the host does from time to time waits for so l
 UNPUBLISHED_S = 0.02  # the same where tokens, or those of a row, come with the end of the lease
 
 
-Choose = Callable[[NDArray[np.float32], NDArray[np.int64], NDArray[np.bool_]], None]
+Choose = Callable[[NDArray[np.float32], NDArray[np.int64], NDArray[np.bool_]], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,10 @@ class LeaseTerms:
         guest: [R] bool, rows whose tokens ``choose`` chooses.
         withheld: [R] bool, rows whose tokens are not published here.
         choose: is called in each step with logits [R, V] float32, tokens [R] int64 and whether rows
-            can go on [R] bool, and writes those of guests; None without guests.
+            can go on [R] bool, writes those of guests, and returns whether that went well; None
+            without guests. What it raises ends the lease.
         steps: to compute at most.
+        step_s: seconds that a step takes, about.
     """
 
     rows: NDArray[np.int64]
@@ -53,6 +56,7 @@ class LeaseTerms:
     withheld: NDArray[np.bool_]
     choose: Choose | None
     steps: int
+    step_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +120,14 @@ class CpuDecodeLoop:
             ValueError: the terms differ in their rows.
             Exception: what ``choose`` has raised.
         """
-        given, finite, published, end = self._native.run(
-            lease, terms.rows, terms.ids, terms.settings, terms.seeds, terms.counters,
-            *id_lists(terms.stop_ids), terms.given, terms.edits, terms.guest, terms.withheld,
-            terms.choose, terms.steps, int(LIMIT_S * 1e9), int(UNPUBLISHED_S * 1e9),
-        )  # fmt: skip
+        try:
+            given, finite, published, end = self._native.run(
+                lease, terms.rows, terms.ids, terms.settings, terms.seeds, terms.counters,
+                *id_lists(terms.stop_ids), terms.given, terms.edits, terms.guest, terms.withheld,
+                terms.choose, terms.steps, int(LIMIT_S * 1e9), int(UNPUBLISHED_S * 1e9),
+                int(terms.step_s * 1e9),
+            )  # fmt: skip
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # of arrays that are the loop's
+            raise
         return Decoded(given, finite, published, ENDS[end])

@@ -69,6 +69,7 @@ class HostProcess:
         self.restarts = 0
         self.error: HostWorkerError | None = None
         self._mailbox, self._kv = mailbox, kv
+        self._killed = 0  # the process that took too long
         self._orders = json.dumps(
             {
                 "mailbox": mailbox.memory.fd,
@@ -98,7 +99,8 @@ class HostProcess:
         return process_state(self._process.pid) in ("T", "t")
 
     def restart(self) -> None:
-        """Kill the process, say because it hangs; another one follows."""
+        """Kill the process, as it takes too long; another one follows."""
+        self._killed = self._process.pid
         self._process.kill()
 
     def close(self) -> None:
@@ -153,6 +155,8 @@ class HostProcess:
             code = self._process.wait()
             self._mailbox.native.reclaim(self._process.pid)
             why = describe_exit(code)
+            if self._killed == self._process.pid:
+                why = "being killed, as it took too long"
             before, computed = computed, self._mailbox.counters().jobs
             fruitless = fruitless + 1 if self._mailbox.waiting and computed == before else 0
             if fruitless >= MOST_FRUITLESS:
