@@ -129,7 +129,7 @@ def test_the_first_repetition_does_not_count():
 
 
 def test_long_steps_are_repeated_less_often():
-    for seconds, repeats, run in ((0.4, 7, 1 + 1 + 1 + 7), (0.6, 1, 1 + 1 + 1)):
+    for seconds, repeats, run in ((0.08, 7, 1 + 1 + 1 + 7), (0.12, 1, 1 + 1 + 1)):
         calls = []
 
         def time_of(work, seconds=seconds, calls=calls):

@@ -15,7 +15,7 @@ from weft.cost.work import Work
 
 WARM_S = 5e-3  # weights and KV of short steps are in caches then, as while serving
 MOST_WARM = 8
-LONG_S = 0.5  # of a step
+LONG_S = 0.1  # of a step
 SHORT = 64  # tokens of the prompts that fill the KV blocks
 
 Run: TypeAlias = Callable[[Seq[StepPlan]], list[float]]
