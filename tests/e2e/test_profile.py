@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -13,7 +14,7 @@ from weft.core.config import EngineConfig
 from weft.core.errors import ProfileError
 from weft.cost.fit import Fitted, profile_path
 from weft.cost.work import Work
-from weft.engine.costs import profile_key
+from weft.engine.costs import measured_costs, profile_key
 from weft.engine.model import find_model
 
 SMALL = ["--threads", "1", "--max-model-len", "128", "--max-num-seqs", "4"]
@@ -47,6 +48,19 @@ def test_a_profile_is_measured_kept_and_found_again(tmp_path, monkeypatch):
     other = EngineConfig(threads=1, quantize="int8")
     with pytest.raises(ProfileError, match=r"dtype is '\w+', not '\w+ int8/64'"):
         Fitted.load(path, profile_key(other, find_model(other)))
+
+
+def test_the_command_that_a_refused_server_names_measures_what_it_lacks(tmp_path):
+    path = tmp_path / "costs.json"
+    given = ["--dtype", "float32", "--threads", "1", "--quantize", "int8", "--profile", str(path)]
+    refused = run("serve", "--port", "0", "--scheduler", "slo", *given)
+    assert refused.returncode == 1
+    command = shlex.split(refused.stderr.partition("Make one with: weft ")[2])
+    done = run(*command, *SMALL)
+    assert done.returncode == 0, done.stderr
+    mapping = {"dtype": "float32", "threads": 1, "quantize": "int8", "profile": str(path)}
+    config = EngineConfig.from_mapping(mapping)
+    assert measured_costs(config, find_model(config)).layers == 6
 
 
 def test_a_profile_that_cannot_be_written_is_refused_before_the_work(call, tmp_path):

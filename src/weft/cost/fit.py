@@ -189,17 +189,18 @@ class Fitted:
         partial.replace(path)
 
     @classmethod
-    def load(cls, path: Path, key: ProfileKey | None = None) -> Fitted:
+    def load(cls, path: Path, key: ProfileKey | None = None, command: str = "") -> Fitted:
         """Read a profile.
 
         Args:
             key: what is to be served; None takes the profile of whatever it is.
+            command: that measures it; one for the model, unless it is named.
 
         Raises:
             ProfileError: there is no such file, it is damaged, or it was measured with something
                 else; the message names the command that makes one.
         """
-        command = "weft profile" + (f" --model {key.model}" if key else "")
+        command = command or "weft profile" + (f" --model {key.model}" if key else "")
         make = f"Make one with: {command} --profile {path}"
         try:
             read = json.loads(path.read_text(encoding="utf-8"))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from dataclasses import replace
 
 from weft.core.config import DTYPE_BYTES, EngineConfig
+from weft.core.settings import settings_of
 from weft.core.topology import this_machine
 from weft.cost.curves import Grid
 from weft.cost.fit import Fitted, ProfileKey, profile_path
@@ -17,6 +19,11 @@ from weft.engine.model import Model
 from weft.engine.threads import compute_threads
 
 logger = logging.getLogger("weft")
+# Settings on which a profile depends, beside the model.
+MEASURED_WITH = (
+    "device", "dtype", "kernels", "threads", "quantize", "quantize_group", "kv_dtype",
+    "tensor_parallel", "host_kv_memory", "host_threads", "host_process",
+)  # fmt: skip
 LINK_BYTES_S = 12e9  # between device and host, as PCIe 3.0 with 16 lanes copies
 MEMORY_BYTES_S = 5e9  # from memory to memory, as a core of a server copies blocks
 MOVE_S = 2e-5  # to launch the copies of a step
@@ -30,7 +37,19 @@ def measured_costs(config: EngineConfig, model: Model) -> Fitted:
         ProfileError: there is none; the message says how to make one.
     """
     key = profile_key(config, model)
-    return with_host(config, model, Fitted.load(profile_path(key, config.profile), key))
+    path = profile_path(key, config.profile)
+    return with_host(config, model, Fitted.load(path, key, profile_command(config)))
+
+
+def profile_command(config: EngineConfig) -> str:
+    """The command that measures the costs of an engine with these settings."""
+    words = ["weft profile --model", shlex.quote(config.model)]
+    declared = settings_of(EngineConfig)
+    for name in MEASURED_WITH:
+        value, flag = getattr(config, name), f"--{name.replace('_', '-')}"
+        if value != declared[name].default:
+            words.append(flag if value is True else f"{flag} {shlex.quote(str(value))}")
+    return " ".join(words)
 
 
 def host_name(config: EngineConfig) -> str:

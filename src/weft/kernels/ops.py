@@ -25,6 +25,7 @@ OP_DTYPES = {
     "angles": "float32",
     "softcap": "float32",
     "process_logits": "float32",
+    "penalise": "float32",
     "sample": "float32",
     "log_softmax": "float32",
     "top_k": "float32",
