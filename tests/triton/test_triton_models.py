@@ -78,7 +78,7 @@ def test_weights_in_fp8_are_those_of_plain_torch(name, tmp_path) -> None:
         assert (found - truth).abs().max().item() < 0.2 * lost
 
 
-FEW = {"log_softmax", "top_k"}  # which few requests need
+FEW = {"log_softmax", "top_k", "penalise"}  # which few requests need, or none beside graphs
 
 
 def test_every_op_has_a_kernel_for_gpus() -> None:

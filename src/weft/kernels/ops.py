@@ -135,6 +135,7 @@ def _reference_ops(device: str, weights: Mapping[str, str]) -> OpTable:
             **stored,
             "paged_attention": "reference",
             "process_logits": "reference",
+            "penalise": "torch",
             "sample": "reference",
             "log_softmax": "torch",
             "top_k": "torch",
