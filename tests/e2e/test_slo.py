@@ -34,7 +34,8 @@ def profile(tmp_path):
 
 def test_without_a_profile_the_error_names_the_command(tmp_path):
     config = EngineConfig(**SETTINGS, scheduler="slo", profile=str(tmp_path / "none.json"))
-    with pytest.raises(ProfileError, match=r"profile --model builtin --threads 1 --profile .*none.json"):
+    words = r"weft profile --model builtin --threads 1 --profile .*none.json"
+    with pytest.raises(ProfileError, match=words):
         build_engine(config)
 
 
