@@ -24,9 +24,7 @@ from weft.core.config import EngineConfig
 from weft.core.plan import StepOutputs
 from weft.core.ports import Lease
 from weft.core.types import Request, SamplingParams
-from weft.engine.build import Engine, build_engine
-from weft.engine.loop import EngineLoop
-from weft.engine.machine import WallClock
+from weft.engine.driven import DrivenEngine
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 256
 
@@ -60,10 +58,10 @@ class Answers:
 
 
 def run(
-    engine: Engine, count: int, salt: int, ask: dict[str, Any]
+    engine: DrivenEngine, count: int, salt: int, ask: dict[str, Any]
 ) -> tuple[float, float, dict[int, list[int]]]:
     """Tokens a second, CPU microseconds of this thread a token, and the tokens."""
-    draw, vocabulary = random.Random(1000 * salt + count), engine.model.spec.vocab_size
+    draw, vocabulary = random.Random(1000 * salt + count), engine.vocab_size
     requests = []
     for number in range(count):
         prompt = tuple(draw.randrange(8, vocabulary) for _ in range(PROMPT_TOKENS))
@@ -71,9 +69,8 @@ def run(
         params = SamplingParams(seed=number, **wanted).with_defaults({})
         requests.append(Request(number, prompt, params))
     answers = Answers(requests)
-    loop = EngineLoop(engine.scheduler, engine.executor, answers, WallClock())
     started, cpu = time.perf_counter(), time.thread_time()
-    loop.run_until_idle()
+    engine.run(answers)
     seconds, cpu = time.perf_counter() - started, time.thread_time() - cpu
     tokens = sum(map(len, answers.tokens.values()))
     return tokens / seconds, 1e6 * cpu / tokens, answers.tokens
@@ -90,7 +87,7 @@ def main() -> None:
     options = parser.parse_args()
     settings: dict[str, Any] = {"model": options.model, "threads": options.threads}
     settings |= {"prefix_caching": False, "kv_memory": "512MiB", "max_num_seqs": 64}
-    engines = {r: build_engine(EngineConfig(resident=r, **settings)) for r in ("off", "auto")}
+    engines = {r: DrivenEngine(EngineConfig(resident=r, **settings)) for r in ("off", "auto")}
     print(
         f"{'seqs':>5} {'tok/s':>8} {'resident':>9} {'ratio':>6} {'Python us':>10} {'resident':>9}"
     )
@@ -114,10 +111,10 @@ def main() -> None:
         (old, old_us), (new, new_us) = medians["off"], medians["auto"]
         print(f"{count:>5} {old:>8.0f} {new:>9.0f} {ratio:>6.2f} {old_us:>10.1f} {new_us:>9.1f}")
         rows.append({"sequences": count, "ratio": ratio, "samples": samples})
-    totals = engines["auto"].scheduler.totals
+    totals = engines["auto"].totals
     print(f"{totals.resident_steps} of {totals.steps} steps were the resident loop's")
     for engine in engines.values():
-        engine.executor.close()
+        engine.close()
     if options.out:
         told = {"model": options.model, "threads": options.threads, "ask": options.ask}
         report.save(options.out, **told, rows=rows)

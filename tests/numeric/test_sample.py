@@ -23,6 +23,7 @@ from weft.kernels import reference_sampling, sampling
 from weft.kernels.cpu import attention
 from weft.kernels.cpu.sample import sample_rows, uniform
 from weft.kernels.ops import select_ops
+from weft.kernels.sampling import PenalisedRows
 
 OPS = select_ops("cpu", "float32")
 VOCAB = 50
@@ -484,18 +485,18 @@ def test_native_penalties_are_the_bits_of_the_formula(seed):
         ],
         1,
     ).astype(np.float32)
-    asked = (
+    asked = PenalisedRows(
         rng.permutation(7)[:count], tokens, rng.integers(0, 6, count), lengths,
         rng.integers(0, lengths + 1), penalties,
     )  # fmt: skip
     expected, found = logits.copy(), logits.copy()
     with np.errstate(all="ignore"):
-        sampling.penalise(expected, *asked)
-    OPS.penalise(found, *asked)
+        sampling.penalise(expected, asked)
+    OPS.penalise(found, asked)
     assert found.tobytes() == expected.tobytes()
-    OPS.penalise(found, *asked)  # nothing of the last call is left to the next one
+    OPS.penalise(found, asked)  # nothing of the last call is left to the next one
     with np.errstate(all="ignore"):
-        sampling.penalise(expected, *asked)
+        sampling.penalise(expected, asked)
     assert found.tobytes() == expected.tobytes()
 
 
@@ -504,21 +505,14 @@ def test_native_penalties_refuse_what_does_not_fit():
     known, neutral = np.array([[1, 7]], np.int32), np.array([[1.5, 0, 0]], np.float32)
     row = np.array([0])
     with pytest.raises(IndexError, match="a token without a logit"):
-        OPS.penalise(logits, one, known, row, np.array([2]), one, neutral)
+        OPS.penalise(logits, PenalisedRows(one, known, row, np.array([2]), one, neutral))
     for at, rows, lengths in (
         ([2], [0], [1]),
         ([1], [1], [1]),
         ([1], [0], [3]),
         ([1], [0, 0], [1]),
     ):
+        asked = PenalisedRows(np.array(at), known, np.array(rows), np.array(lengths), one, neutral)
         with pytest.raises(ValueError, match="rows"):
-            OPS.penalise(
-                logits,
-                *map(np.array, (at,)),
-                known,
-                np.array(rows),
-                np.array(lengths),
-                one,
-                neutral,
-            )
+            OPS.penalise(logits, asked)
     assert (logits == 1).all()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.core.errors import ConfigError, ParameterError
 from weft.core.logs import LEVELS
-from weft.core.settings import check_settings, setting
+from weft.core.settings import check_settings, config_errors, setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,5 @@ class PlaceOptions:
     )
 
     def __post_init__(self) -> None:
-        try:
+        with config_errors():
             check_settings(self)
-        except ParameterError as error:
-            raise ConfigError(error.message, param=error.param) from None

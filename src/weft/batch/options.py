@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.core.errors import ConfigError, ParameterError
-from weft.core.settings import check_settings, setting
+from weft.core.errors import ConfigError
+from weft.core.settings import check_settings, config_errors, setting
 
 ORDERS = ("auto", "blend", "dfs", "fcfs")
 URL_CONCURRENCY = 64  # requests at once to a server that does not say how many it computes at once
@@ -96,10 +96,8 @@ class BatchOptions:
     )
 
     def __post_init__(self) -> None:
-        try:
+        with config_errors():
             check_settings(self)
-        except ParameterError as error:
-            raise ConfigError(error.message, param=error.param) from None
         if self.output is None:
             raise ConfigError(
                 "Name a file for the results, as in: weft batch requests.jsonl -o results.jsonl",

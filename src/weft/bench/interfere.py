@@ -85,7 +85,7 @@ class Recorder:
             self._arrive(0)
 
     def _arrive(self, now_ns: int) -> None:
-        """Let another request come, of its full length or, at the start, of a random part of it."""
+        """Let another request come; one of the start asks for a part of the length."""
         if not self._left:
             return
         self._left -= 1

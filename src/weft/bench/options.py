@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.core.errors import ConfigError, ParameterError
-from weft.core.settings import check_settings, setting, settings_of
+from weft.core.errors import ConfigError
+from weft.core.settings import check_settings, config_errors, setting, settings_of
 from weft.workload.arrivals import parse_rates
 from weft.workload.lengths import parse_lengths
 
@@ -121,13 +121,11 @@ class ServeBench:
     plots: str | None = setting("path", None, "folder for plots; needs weft[bench]")
 
     def __post_init__(self) -> None:
-        try:
+        with config_errors():
             check_settings(self)
             self.rates()
             parse_lengths(self.input_tokens, "input_tokens")
             parse_lengths(self.output_tokens, "output_tokens")
-        except ParameterError as error:
-            raise ConfigError(error.message, param=error.param) from None
         if (self.arrivals == "trace") != (self.trace is not None):
             raise ConfigError(
                 "A trace is replayed with both --arrivals trace and --trace FILE.", param="trace"
@@ -175,10 +173,8 @@ class InterfereBench:
     output: str | None = setting("path", None, "file for the result as JSON")
 
     def __post_init__(self) -> None:
-        try:
+        with config_errors():
             check_settings(self)
-        except ParameterError as error:
-            raise ConfigError(error.message, param=error.param) from None
         for kind in self.neighbours:
             if kind not in NEIGHBOURS:
                 raise ConfigError(
@@ -205,10 +201,8 @@ class KernelsBench:
     output: str | None = setting("path", None, "file for the result as JSON")
 
     def __post_init__(self) -> None:
-        try:
+        with config_errors():
             check_settings(self)
-        except ParameterError as error:
-            raise ConfigError(error.message, param=error.param) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,9 +221,7 @@ class ThroughputBench:
     output: str | None = setting("path", None, "file for the result as JSON")
 
     def __post_init__(self) -> None:
-        try:
+        with config_errors():
             check_settings(self)
             parse_lengths(self.input_tokens, "input_tokens")
             parse_lengths(self.output_tokens, "output_tokens")
-        except ParameterError as error:
-            raise ConfigError(error.message, param=error.param) from None

@@ -13,7 +13,7 @@ from typing import Any
 
 from weft.core.class_table import class_table
 from weft.core.config_rules import check_host_attention, check_kv_disk, check_sizes
-from weft.core.errors import ConfigError, OutOfMemoryError, ParameterError, suggest
+from weft.core.errors import ConfigError, OutOfMemoryError, suggest
 from weft.core.kv_split import (
     bytes_for,
     bytes_of,
@@ -25,7 +25,7 @@ from weft.core.kv_split import (
 from weft.core.kv_types import KV_TYPES, describe_kv_types
 from weft.core.logs import FORMATS, LEVELS
 from weft.core.schedulers import SCHEDULERS, SERVED, describe_schedulers
-from weft.core.settings import check_settings, format_bytes, setting, settings_of
+from weft.core.settings import check_settings, config_errors, format_bytes, setting, settings_of
 from weft.core.types import MAX_SEED, MAX_SPECULATION, ServiceClass
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -318,10 +318,8 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        try:
+        with config_errors():
             check_settings(self)
-        except ParameterError as error:
-            raise ConfigError(error.message, param=error.param) from None
         check_sizes(self)
         check_kv_disk(self)
         check_host_attention(self)

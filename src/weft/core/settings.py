@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from numbers import Integral, Real
@@ -221,6 +222,15 @@ def _settings_of(cls: Any) -> dict[str, Setting]:
             default = f.default if f.default is not MISSING else {}
             found[f.name] = Setting(name=f.name, default=default, **f.metadata["setting"])
     return found
+
+
+@contextmanager
+def config_errors() -> Iterator[None]:
+    """Raise a ParameterError of the block as a ConfigError: the user has set it, no request."""
+    try:
+        yield
+    except ParameterError as error:
+        raise ConfigError(error.message, param=error.param) from None
 
 
 def check_settings(instance: Any) -> None:

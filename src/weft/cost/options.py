@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.core.errors import ConfigError, ParameterError
-from weft.core.settings import check_settings, setting
+from weft.core.settings import check_settings, config_errors, setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,5 @@ class ProfileOptions:
     json: bool = setting("bool", False, "print the report as JSON")
 
     def __post_init__(self) -> None:
-        try:
+        with config_errors():
             check_settings(self)
-        except ParameterError as error:
-            raise ConfigError(error.message, param=error.param) from None

@@ -14,6 +14,7 @@ from weft.engine.devices import describe_executor
 from weft.engine.loop import EngineLoop
 from weft.engine.machine import WallClock
 from weft.kernels.cpu._native import Stamps
+from weft.sched.batch import Totals
 
 
 class DrivenEngine:
@@ -26,6 +27,11 @@ class DrivenEngine:
     def __init__(self, config: EngineConfig) -> None:
         self._engine = build_engine(config)
         self.vocab_size = self._engine.model.spec.vocab_size
+
+    @property
+    def totals(self) -> Totals:
+        """What its scheduler has counted."""
+        return self._engine.scheduler.totals
 
     def describe(self) -> str:
         """How its steps run."""

@@ -159,8 +159,10 @@ class StepOutput:
             first = here.stop
 
     def leasable_tokens(self, count: int) -> list[int] | None:
-        """The tokens of the step if there are so many, and nothing else came of it but what is said
-        of each token."""
+        """The tokens of the step if there are so many, and it gave nothing else.
+
+        Log probabilities belong to the tokens.
+        """
         more = self._prompt_logprobs or self._faults or self._accepted or self._embeddings
         if more or self._piggybacked or len(self._tokens) != count:
             return None

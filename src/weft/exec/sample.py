@@ -22,7 +22,7 @@ from weft.exec.input_batch import InputBatch
 from weft.exec.logprobs import token_logprobs
 from weft.kernels.arrays import Array, empty, from_numpy, isfinite, to_numpy
 from weft.kernels.interface import OpTable, Sample
-from weft.kernels.sampling import LOWEST
+from weft.kernels.sampling import LOWEST, PenalisedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +160,8 @@ def _penalise(
     if not at:
         return
     which = rows[at]
-    ops.penalise(
-        logits, np.array(at), table.tokens, which, lengths[at], table.num_prompt[which],
-        table.columns.penalties[which],
-    )  # fmt: skip
+    known = table.tokens, which, lengths[at], table.num_prompt[which]
+    ops.penalise(logits, PenalisedRows(np.array(at), *known, table.columns.penalties[which]))
 
 
 def _bias(

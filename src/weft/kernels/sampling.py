@@ -88,26 +88,31 @@ class ProcessLogits(Protocol):
     def __call__(self, logits: Array, samples: SampleBatch, state: RowState, /) -> None: ...
 
 
-class Penalise(Protocol):
-    """Apply penalties to rows of logits [S, V] float32 in place, where their tokens point.
+@dataclass(frozen=True)
+class PenalisedRows:
+    """Rows of a step with penalties, and the tokens that those point at; all of it on the host.
 
-    The other arguments are on the host: ``at`` [P], which of the S rows are penalised; ``tokens``
-    [R, most] int32, the tokens of executor rows; for each of the P its row, ``lengths``, how many
-    tokens count, and ``num_prompt``, how many of them are its prompt; ``penalties`` [P, 3] float32
-    in the order of ``PENALTIES``. The rule is ``penalised``.
+    Attributes:
+        at: [P] int64, which of the step's samples they are.
+        tokens: [R, most] int32, the tokens of executor rows.
+        rows: [P] int64, the executor row of each.
+        lengths: [P] int64, how many of its tokens count.
+        num_prompt: [P] int64, how many of them are its prompt.
+        penalties: [P, 3] float32, in the order of ``PENALTIES``.
     """
 
-    def __call__(
-        self,
-        logits: Array,
-        at: NDArray[np.int64],
-        tokens: NDArray[np.int32],
-        rows: NDArray[np.int64],
-        lengths: NDArray[np.int64],
-        num_prompt: NDArray[np.int64],
-        penalties: NDArray[np.float32],
-        /,
-    ) -> None: ...
+    at: NDArray[np.int64]
+    tokens: NDArray[np.int32]
+    rows: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    num_prompt: NDArray[np.int64]
+    penalties: NDArray[np.float32]
+
+
+class Penalise(Protocol):
+    """Apply penalties to logits [S, V] float32 in place, as ``penalised`` does."""
+
+    def __call__(self, logits: Array, asked: PenalisedRows, /) -> None: ...
 
 
 class VerifyDrafts(Protocol):
@@ -139,28 +144,20 @@ def penalised(scores: Array, output: Array, penalties: Sequence[Array]) -> Array
     return nan_to_num(scores)  # a tiny repetition penalty may overflow
 
 
-def penalise(
-    logits: Array,
-    at: NDArray[np.int64],
-    tokens: NDArray[np.int32],
-    rows: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-    num_prompt: NDArray[np.int64],
-    penalties: NDArray[np.float32],
-) -> None:
-    """Apply penalties to logits in place, where the tokens of rows point (``Penalise``)."""
-    length = lengths[:, None]
+def penalise(logits: Array, asked: PenalisedRows) -> None:
+    """See ``Penalise``; on any device."""
+    length = asked.lengths[:, None]
     place = np.arange(int(length.max()))
-    known = tokens[rows, : len(place)]
+    known = asked.tokens[asked.rows, : len(place)]
     # Beyond its length a row repeats its first token, which is penalised once however often met.
     ids = np.where(place < length, known, known[:, :1]).astype(np.int64)
-    is_output = (place >= num_prompt[:, None]) & (place < length)
-    rows_of = np.arange(len(at))[:, None]
-    counts = np.zeros((len(at), logits.shape[1]), np.float32)
+    is_output = (place >= asked.num_prompt[:, None]) & (place < length)
+    rows_of = np.arange(len(asked.at))[:, None]
+    counts = np.zeros((len(asked.at), logits.shape[1]), np.float32)
     np.add.at(counts, (rows_of, ids), is_output.astype(np.float32))
     output = from_numpy(logits, counts[rows_of, ids])  # [P, L] times that the output has the token
-    places = from_numpy(logits, at[:, None]), from_numpy(logits, ids)
-    given = [from_numpy(logits, column[:, None]) for column in penalties.T]
+    places = from_numpy(logits, asked.at[:, None]), from_numpy(logits, ids)
+    given = [from_numpy(logits, column[:, None]) for column in asked.penalties.T]
     logits[places] = penalised(logits[places], output, given)
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from weft.batch.promotion import PROMOTIONS
 from weft.batch.webhook_settings import WebhookSettings
-from weft.core.errors import ConfigError, ParameterError
-from weft.core.settings import check_settings, setting
+from weft.core.errors import ConfigError
+from weft.core.settings import check_settings, config_errors, setting
 from weft.server.keyfile import read_keys
 from weft.text.dialect import REASONING_MARKERS, TOOL_PARSERS
 
@@ -278,10 +278,8 @@ class ServerOptions:
     log_requests: bool = setting("bool", False, "also log the bodies of requests, prompts included")
 
     def __post_init__(self) -> None:
-        try:
+        with config_errors():
             check_settings(self)
-        except ParameterError as error:
-            raise ConfigError(error.message, param=error.param) from None
         read_keys(self.api_key, None)
         if "" in self.served_model_name:
             raise ConfigError("served_model_name must not be empty.", param="served_model_name")

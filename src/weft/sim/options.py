@@ -8,9 +8,9 @@ from typing import Any
 
 from weft.core.class_table import class_table
 from weft.core.config_rules import check_budget
-from weft.core.errors import ConfigError, ParameterError
+from weft.core.errors import ConfigError
 from weft.core.schedulers import SCHEDULERS
-from weft.core.settings import check_settings, setting
+from weft.core.settings import check_settings, config_errors, setting
 from weft.core.types import ServiceClass
 from weft.workload.arrivals import parse_rates
 from weft.workload.lengths import LENGTH_WORDS, parse_lengths
@@ -145,13 +145,11 @@ class SimOptions:
     )
 
     def __post_init__(self) -> None:
-        try:
+        with config_errors():
             check_settings(self)
             self.rates()
             for name in ("input_tokens", "output_tokens", "be_input_tokens", "be_output_tokens"):
                 parse_lengths(getattr(self, name), name)
-        except ParameterError as error:
-            raise ConfigError(error.message, param=error.param) from None
         check_budget(self.max_num_batched_tokens, self.max_num_seqs)
         known = [row.name for row in self.service_classes()]
         for param in ("service_class", "be_class"):

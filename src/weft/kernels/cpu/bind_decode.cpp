@@ -135,8 +135,8 @@ class DecodeLoop {
                 Array<const double, 2> settings, Numbers<int64_t> seeds,
                 Numbers<int64_t> counters, Numbers<int64_t> stop_ids, Numbers<int64_t> stop_from,
                 Numbers<int64_t> given, const RowEdits& edits, Numbers<bool> guest,
-                Numbers<bool> withheld, nb::object choose, int64_t steps, int64_t limit_ns, int64_t unpublished_ns,
-                int64_t step_ns) {
+                Numbers<bool> withheld, nb::object choose, int64_t steps, int64_t limit_ns,
+                int64_t unpublished_ns, int64_t step_ns) {
     const size_t count = rows.shape(0);
     const bool fits = ids.shape(0) == count && settings.shape(0) == count &&
                       seeds.shape(0) == count && counters.shape(0) == count &&
@@ -244,7 +244,7 @@ void bind_decode(nb::module_& m) {
            nb::arg("length"), nb::arg("tables"), nb::arg("block_size"))
       .def("run", &DecodeLoop::run, nb::arg("lease"), nb::arg("rows"), nb::arg("ids"),
            nb::arg("settings"), nb::arg("seeds"), nb::arg("counters"), nb::arg("stop_ids"),
-           nb::arg("stop_from"), nb::arg("given"), nb::arg("edits"), nb::arg("guest"), nb::arg("withheld"),
-           nb::arg("choose").none(), nb::arg("steps"), nb::arg("limit_ns"),
+           nb::arg("stop_from"), nb::arg("given"), nb::arg("edits"), nb::arg("guest"),
+           nb::arg("withheld"), nb::arg("choose").none(), nb::arg("steps"), nb::arg("limit_ns"),
            nb::arg("unpublished_ns"), nb::arg("step_ns"));
 }

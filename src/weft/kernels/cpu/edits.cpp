@@ -1,5 +1,5 @@
-// Compiled without fused operations: what is computed here for steps that are planned, and for those
-// of the resident loop, and in numpy, is the same bits.
+// Changes of logits before a token is chosen. Compiled without fused operations: planned steps, the
+// resident loop and numpy get the same bits.
 
 #include "edits.hpp"
 

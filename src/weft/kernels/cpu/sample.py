@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from weft.kernels.arrays import Array, address, dtype_name, on_cpu, strides, to_numpy
 from weft.kernels.cpu import _native
-from weft.kernels.sampling import PENALTIES, SETTINGS
+from weft.kernels.sampling import PENALTIES, SETTINGS, PenalisedRows
 
 if (_native.SETTINGS, _native.PENALTIES) != (SETTINGS, PENALTIES):
     raise ImportError("weft.kernels.cpu._native was built from another version; build it again")
@@ -30,15 +30,7 @@ def sample(
     _sample(logits, to_numpy(settings), draws, to_numpy(tokens), to_numpy(finite))
 
 
-def penalise(
-    logits: Array,
-    at: NDArray[np.int64],
-    tokens: NDArray[np.int32],
-    rows: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-    num_prompt: NDArray[np.int64],
-    penalties: NDArray[np.float32],
-) -> None:
+def penalise(logits: Array, asked: PenalisedRows) -> None:
     """Apply penalties in place; see ``sampling.Penalise``.
 
     Raises:
@@ -46,10 +38,13 @@ def penalise(
         IndexError: a row has a token that the logits lack.
     """
     _check(logits)
+    at = asked.at
     if len(at) and not 0 <= at.min() <= at.max() < len(logits):
         raise ValueError(f"there are {len(logits)} rows of logits, and not those of {at}")
-    size = logits.shape[1]
-    _native.penalise(address(logits), size, at, tokens, rows, lengths, num_prompt, penalties)
+    _native.penalise(
+        address(logits), logits.shape[1], at, asked.tokens, asked.rows, asked.lengths,
+        asked.num_prompt, asked.penalties,
+    )  # fmt: skip
 
 
 def sample_rows(
