@@ -6,7 +6,8 @@
 Drawn tokens, 64-token prompts, 256 tokens each. Two engines in one process take turns, and must
 give the same tokens. ``ratio`` is the median over the pairs of tokens a second, resident over not.
 ``--ask``: more sampling parameters, of every request.
-``Python us`` is the CPU time a token of the thread that plans and commits.
+``Python us`` is the CPU time a token of the thread that plans and commits; so that it can be told,
+the model computes on another one here.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ def main() -> None:
     options = parser.parse_args()
     settings: dict[str, Any] = {"model": options.model, "threads": options.threads}
     settings |= {"prefix_caching": False, "kv_memory": "512MiB", "max_num_seqs": 64}
+    settings["steps_in_flight"] = 1
     engines = {r: DrivenEngine(EngineConfig(resident=r, **settings)) for r in ("off", "auto")}
     print(
         f"{'seqs':>5} {'tok/s':>8} {'resident':>9} {'ratio':>6} {'Python us':>10} {'resident':>9}"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from weft.engine.devices import steps_in_flight
 from weft.engine.host_tier import device_attention
 from weft.exec.device import CudaDevice, Device, HostDevice, Replay
 from weft.exec.device_tier import device_tier
@@ -114,7 +115,7 @@ def graph_executor(
     steps = Steps(
         max_tokens=resolved.max_num_batched_tokens,
         max_samples=resolved.max_num_seqs * (1 + config.speculation),
-        depth=config.steps_in_flight,
+        depth=steps_in_flight(config, "cuda"),
         capture=config.graphs,
         sizes=SIZES,
         lanes=LANES,

@@ -1,8 +1,9 @@
 """``weft bench interfere``: the loop in Python and the resident one, beside neighbours.
 
 Blink's figure 3 in form: the control path alone. The engine's thread of control has one processor,
-which neighbours come to share; the model computes on others, which they leave alone. A token counts
-as out when it is published, so neither HTTP nor a client is part of what is measured.
+which neighbours come to share; the model computes on others, which they leave alone. Where one
+thread plans and computes, there is no thread of control, and it has those. A token counts as out
+when it is published, so neither HTTP nor a client is part of what is measured.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class MeasuredLoop(Protocol):
     """An engine whose loop in Python or resident loop is measured."""
 
     vocab_size: int
+    computes: bool
 
     def run(self, inbox: Inbox) -> None:
         """Serve an inbox on the calling thread until nothing is left to do."""
@@ -196,7 +198,8 @@ def bench_interfere(
                     loop = loops[name]
                     recorder = Recorder(stamps, loop.vocab_size, options, number)
                     began = time.monotonic()
-                    _run_on(cpu, partial(loop.run, recorder), recorder.stop)
+                    cpus = os.sched_getaffinity(0) if loop.computes else {cpu}
+                    _run_on(cpus, partial(loop.run, recorder), recorder.stop)
                     if number:  # the first round warms up
                         key = name, beside
                         samples.setdefault(key, []).append(recorder)
@@ -217,8 +220,8 @@ def bench_interfere(
     }
 
 
-def _run_on(cpu: int, run: Callable[[], None], stop: Callable[[], None]) -> None:
-    """Run something on a thread that stays on a processor; raises what it raises.
+def _run_on(cpus: set[int], run: Callable[[], None], stop: Callable[[], None]) -> None:
+    """Run something on a thread that stays on these processors; raises what it raises.
 
     Args:
         stop: has it end soon.
@@ -226,7 +229,7 @@ def _run_on(cpu: int, run: Callable[[], None], stop: Callable[[], None]) -> None
     raised: list[BaseException] = []
 
     def body() -> None:
-        os.sched_setaffinity(0, {cpu})
+        os.sched_setaffinity(0, cpus)
         try:
             run()
         except BaseException as error:

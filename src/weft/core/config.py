@@ -209,8 +209,8 @@ class EngineConfig:
         high=1e9,
     )
     prefix_caching: bool = setting("bool", True, "share the KV of equal prefixes")
-    steps_in_flight: int = setting(
-        "int", 1, "launched steps that wait while the next is planned", low=0, high=1
+    steps_in_flight: int | None = setting(
+        "int", None, "steps that wait while one is planned; on a CPU alone 0, else 1", low=0, high=1
     )
     resident: str = setting(
         "str",

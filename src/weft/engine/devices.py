@@ -142,13 +142,24 @@ def describe_executor(executor: Executor) -> str:
     captured = getattr(executor, "captured", None)  # of a graph executor
     if captured is None:
         resident = isinstance(executor, EagerExecutor) and executor.resident
-        return "eager, decoding by the resident loop" if resident else "eager"
+        words = "eager" if executor.depth else "eager, on the thread that plans"
+        return f"{words}, decoding by the resident loop" if resident else words
     return f"{captured} captured graphs" if captured else "uncaptured"
 
 
 def is_resident(config: EngineConfig, device: str) -> bool:
     """Whether steps are leased to the resident loop; see ``resident`` in the settings."""
     return config.resident != "off" and is_cpu(device) and config.tensor_parallel == 1
+
+
+def steps_in_flight(config: EngineConfig, device: str) -> int:
+    """Steps that wait while the next is planned; see ``steps_in_flight`` in the settings.
+
+    By default one, but none where the thread that plans computes, too: on a CPU alone.
+    """
+    if config.steps_in_flight is not None:
+        return config.steps_in_flight
+    return int(not is_cpu(device) or bool(config.host_kv_memory) or config.tensor_parallel > 1)
 
 
 def make_executor(
@@ -174,7 +185,8 @@ def make_executor(
         with host_tier:
             tier = cpu_tier(config, resolved, decoder, store, table)
         blocks = None if disk is None else DiskBlocks(store, disk)
-        depth, resident = config.steps_in_flight, is_resident(config, decoder.device)
+        depth = steps_in_flight(config, decoder.device)
+        resident = is_resident(config, decoder.device)
         return EagerExecutor(decoder, store, table, depth, tier, blocks, resident=resident)
     from weft.exec.device import CudaDevice
     from weft.exec.device_tier import device_tier
@@ -183,7 +195,7 @@ def make_executor(
     steps = Steps(
         max_tokens=resolved.max_num_batched_tokens,
         max_samples=resolved.max_num_seqs * (1 + config.speculation),
-        depth=config.steps_in_flight,
+        depth=steps_in_flight(config, decoder.device),
         capture=config.graphs,
         lanes=lanes_for(resolved.max_num_seqs),
     )

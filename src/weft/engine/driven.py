@@ -22,11 +22,13 @@ class DrivenEngine:
 
     Attributes:
         vocab_size: of its model.
+        computes: whether the thread that drives it computes, too.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self._engine = build_engine(config)
         self.vocab_size = self._engine.model.spec.vocab_size
+        self.computes = self._engine.executor.depth == 0
 
     @property
     def totals(self) -> Totals:
@@ -54,15 +56,23 @@ class DrivenEngine:
 
 @contextmanager
 def driven_engines(config: EngineConfig) -> Iterator[tuple[dict[str, DrivenEngine], Stamps]]:
-    """Two engines, whose steps are all planned and the resident loop's, and what notes its tokens.
+    """Three engines, and what notes the tokens of resident loops.
+
+    Of two the model computes on a thread of its own, as beside an accelerator: ``planned``, whose
+    steps are all planned, and ``resident``. ``one thread``: that loop as it is by default.
 
     Raises:
         ConfigError: the settings have no resident loop.
     """
     engines = {}
     try:
-        for name, resident in (("planned", "off"), ("resident", "auto")):
-            engines[name] = DrivenEngine(replace(config, resident=resident, prefix_caching=False))
+        for name, resident, depth in (
+            ("planned", "off", 1),
+            ("resident", "auto", 1),
+            ("one thread", "auto", 0),
+        ):
+            own = replace(config, resident=resident, steps_in_flight=depth, prefix_caching=False)
+            engines[name] = DrivenEngine(own)
         if "resident" not in engines["resident"].describe():
             raise ConfigError(
                 "There is no resident loop to measure: it runs on a CPU with native kernels and "

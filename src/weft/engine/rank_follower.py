@@ -77,8 +77,7 @@ def _build(task: Task) -> Executor:
 class Follower:
     """Launches plans as they come, and collects each step when rank 0 has: no more are in flight.
 
-    An executor without depth computes on a thread of its own, whose failure rank 0 would wait for;
-    its steps are collected at once.
+    An executor without depth computes when its steps are collected, which is at once.
     """
 
     def __init__(self, rank: int, channel: Channel, executor: Executor) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
 from queue import SimpleQueue
@@ -40,15 +41,20 @@ from weft.kernels.cpu._native import Lease
 from weft.models.decoder import Decoder
 
 Answer: TypeAlias = "SimpleQueue[StepResult | BaseException]"
+Step: TypeAlias = Callable[[], StepResult]
 NOTHING = SubBatch((), (), (), ())
 NO_ROWS: Rows = np.zeros(0, np.int32)
 
 
 class EagerExecutor:
-    """Runs plans on a worker thread, so that the next plan is made while the model computes.
+    """Computes a plan on the thread that collects it, or on a worker thread.
+
+    On a worker thread the next plan is made while the model computes. Where the model takes all
+    cores that gains nothing, and each step waits for two threads to wake.
 
     Args:
-        depth: launched steps that may wait for collection while another is launched.
+        depth: launched steps that may wait for collection while another is launched. Without any
+            there is no worker thread, and an exception of a signal may break a step.
         resident: whether a plan may lease its rows for steps without Python.
 
     Attributes:
@@ -89,9 +95,7 @@ class EagerExecutor:
             if tier.overlaps:
                 stores = store, tier.host
                 self._overlapped = OverlappedForward(decoder, stores, table, host, pack)
-        self._launched: SimpleQueue[tuple[StepPlan, Lease | None, Answer] | None] = SimpleQueue()
-        self._worker = threading.Thread(target=self._work, name="weft-executor", daemon=True)
-        self._worker.start()
+        self._worker = Worker() if depth else None
 
     @property
     def resident(self) -> bool:
@@ -99,25 +103,17 @@ class EagerExecutor:
         return self._leases is not None
 
     def launch(self, plan: StepPlan) -> StepTicket:
-        answer: Answer = SimpleQueue()
         lease = Lease() if plan.lease and self._leases is not None else None
-        self._launched.put((plan, lease, answer))
-        return StepTicket(plan.step_id, partial(_await, answer), lease)
+        run = partial(self._run, plan, lease)
+        wait = run if self._worker is None else self._worker.begin(run)
+        return StepTicket(plan.step_id, wait, lease)
 
     def close(self) -> None:
         """End the workers after the steps that are launched. May be called twice."""
-        self._launched.put(None)
-        self._worker.join()
+        if self._worker is not None:
+            self._worker.close()
         if self._rows is not None:
             self._rows.host.close()
-
-    def _work(self) -> None:
-        while (step := self._launched.get()) is not None:
-            plan, lease, answer = step
-            try:
-                answer.put(self._run(plan, lease))
-            except BaseException as error:
-                answer.put(error)
 
     def _run(self, plan: StepPlan, lease: Lease | None) -> StepResult:
         check_computes(plan, self.tier)
@@ -304,6 +300,34 @@ class EagerExecutor:
             output.take_piggybacked(came, sampled.tokens[own:], sampled.finite[own:])
         for row, score in scores.items():
             output.score(row, score)
+
+
+class Worker:
+    """A thread that computes one step after the other."""
+
+    def __init__(self) -> None:
+        self._begun: SimpleQueue[tuple[Step, Answer] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="weft-executor", daemon=True)
+        self._thread.start()
+
+    def begin(self, step: Step) -> Step:
+        """Compute a step after those begun before; what is returned waits for its result."""
+        answer: Answer = SimpleQueue()
+        self._begun.put((step, answer))
+        return partial(_await, answer)
+
+    def close(self) -> None:
+        """End after the steps that were begun. May be called twice."""
+        self._begun.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (begun := self._begun.get()) is not None:
+            step, answer = begun
+            try:
+                answer.put(step())
+            except BaseException as error:
+                answer.put(error)
 
 
 def _await(answer: Answer) -> StepResult:

@@ -1,8 +1,8 @@
 """Leases on a CPU: the steps after a planned one that the resident loop computes without Python.
 
-A plan may lease its rows for more steps (``StepPlan.lease``). The executor's thread computes the
-planned step, then waits for the host to grant the lease; from there until it ends only that thread
-uses the ring. Penalties, biases and minimum lengths are applied there, too. Some rows are guests,
+A plan may lease its rows for more steps (``StepPlan.lease``). The thread that computes the planned
+step goes on as soon as the lease is granted; from there until it ends only that thread uses the
+ring. Penalties, biases and minimum lengths are applied there, too. Some rows are guests,
 whose choice alone is Python's; where those have log probabilities, their tokens come with the end
 of the lease, which is sooner then.
 """
