@@ -82,7 +82,7 @@ class StepFunctions:
         parts = layout.views(self.uploaded, pivot)
         tables = self.uploaded[pivot + layout.words :]
         ids = self._known(parts["ids"])
-        groups = self._groups(parts, tables, max_query_len)
+        groups = self._groups(parts, tables, layout.size, max_query_len)
         self.results[0].copy_(self._packer.layout.hashes(self.uploaded))
         if not carries:
             self.hidden[: layout.size].copy_(self._compute(ids, parts["positions"], groups))
@@ -120,7 +120,7 @@ class StepFunctions:
         for number, size in enumerate(sizes):
             here = slice(sum(sizes[:number]), sum(sizes[:number]) + size)
             tokens = ids[here], parts["positions"][here], parts["hosted"][here]
-            groups = self._groups(parts, tables, max_query_len, str(number))
+            groups = self._groups(parts, tables, size, max_query_len, str(number))
             if size:
                 more = prompts[number], hosts[number]
                 batches.append(BatchTokens(number, *tokens, groups, *more))
@@ -137,19 +137,21 @@ class StepFunctions:
         self,
         parts: Mapping[str, Tensor],
         tables: Tensor,
+        tokens: int,
         max_query_len: int | None,
         number: str = "",
     ) -> list[AttentionMetadata]:
         """The metadata of each KV group, of a step or a sub-batch of it."""
         slot_mapping, table_start = (parts[n + number] for n in ("slot_mapping", "table_start"))
+        seq_lens = parts["seq_lens" + number]
         return [
             AttentionMetadata(
                 block_tables=tables,
                 query_start=parts["query_start" + number],
-                seq_lens=parts["seq_lens" + number],
-                slot_mapping=slots,
+                seq_lens=seq_lens,
+                slot_mapping=slots[:tokens],
                 block_size=self._block_size,
-                table_start=start,
+                table_start=start[: len(seq_lens)],
                 max_query_len=max_query_len,
             )
             for slots, start in zip(slot_mapping, table_start, strict=True)

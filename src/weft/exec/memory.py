@@ -7,8 +7,9 @@ import ctypes
 import math
 import mmap
 import os
-import weakref
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -82,7 +83,8 @@ def pinned_zeros(nbytes: int) -> Tensor:
     """
     import torch
 
-    pages = _pages(nbytes)
+    pages = _PinnedPages(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    _want_large(pages)
     data = torch.frombuffer(pages, dtype=torch.uint8)
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address = data.data_ptr()
@@ -92,8 +94,22 @@ def pinned_zeros(nbytes: int) -> Tensor:
             f"The driver does not pin {format_bytes(nbytes)} of the host's memory (CUDA error "
             f"{int(status)}); set host_kv_memory lower, or allow more (ulimit -l)."
         )
-    weakref.finalize(pages, runtime.cudaHostUnregister, address).atexit = False
+    pages.unregister = partial(runtime.cudaHostUnregister, address)
     return data[:nbytes]
+
+
+class _PinnedPages(mmap.mmap):
+    """Pages that a driver is told of before they are unmapped.
+
+    A callback of a weak reference would come after that: what maps other memory there meanwhile
+    could not be pinned, or would lose its pin.
+    """
+
+    unregister: Callable[[], object] | None = None
+
+    def __del__(self) -> None:
+        if self.unregister is not None and not sys.is_finalizing():
+            self.unregister()
 
 
 def give_back(start: int, nbytes: int, *, shared: bool = False) -> int:

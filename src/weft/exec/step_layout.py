@@ -29,9 +29,10 @@ from weft.kernels.sampling import SETTINGS
 if TYPE_CHECKING:
     from torch import Tensor
 
-VERSION = 4  # of what the sections mean
+VERSION = 5  # of what the sections mean
 HASH_WORDS = 4  # before the pivot, two int64: of the forward layout, of the sample layout or 0
 _WORD = 4
+_ALIGNMENT = 4  # words: kernels are compiled once more for addresses that 16 does not divide
 
 # As many as rvLLM captures (section 3), spread over four times as many tokens: decode steps lose
 # little to padding, and chunks of prompts beside them replay a graph too.
@@ -115,7 +116,7 @@ class Layout:
 
     Attributes:
         size: tokens T, or samples S.
-        words: an even number, so that what follows is aligned to 8 bytes too.
+        words: a multiple of 4, so that what follows is aligned to 16 bytes, too.
     """
 
     size: int
@@ -148,17 +149,17 @@ def forward_layout(tokens: int, rows: int, groups: int) -> Layout:
     """Return what the forward pass over T tokens of R rows reads, but for the block tables.
 
     ids: [T], a token or, for the token in flight of row r, -1 - r; positions: [T]; slot_mapping:
-    [G, T],
-    -1 for padding; query_start: [R + 1]; seq_lens: [R], 0 for padding; table_start: [G, R].
+    [G, T or more], -1 for padding; query_start: [R + 1]; seq_lens: [R], 0 for padding; table_start:
+    [G, R or more]: so many that each group's are aligned.
     """
     return _layout(
         tokens,
         ("ids", "int64", (tokens,)),
         ("positions", "int64", (tokens,)),
-        ("slot_mapping", "int64", (groups, tokens)),
+        ("slot_mapping", "int64", (groups, _aligned(tokens, 2))),
         ("query_start", "int32", (rows + 1,)),
         ("seq_lens", "int32", (rows,)),
-        ("table_start", "int32", (groups, rows)),
+        ("table_start", "int32", (groups, _aligned(rows))),
     )
 
 
@@ -219,10 +220,10 @@ def overlapped_layout(tokens: tuple[int, ...], rows: int, groups: int) -> Layout
     for number, size in enumerate(tokens):
         most = min(size, rows)
         wanted += [
-            (f"slot_mapping{number}", "int64", (groups, size)),
+            (f"slot_mapping{number}", "int64", (groups, _aligned(size, 2))),
             (f"query_start{number}", "int32", (most + 1,)),
             (f"seq_lens{number}", "int32", (most,)),
-            (f"table_start{number}", "int32", (groups, most)),
+            (f"table_start{number}", "int32", (groups, _aligned(most))),
         ]
     return _layout(count, *wanted)
 
@@ -248,13 +249,18 @@ def sample_layout(samples: int) -> Layout:
 
 
 def _layout(size: int, *wanted: tuple[str, str, tuple[int, ...]]) -> Layout:
-    """Lay sections out one behind the other, those of 8 bytes first."""
+    """Lay sections out one behind the other, each aligned to 16 bytes."""
     sections: list[Section] = []
     words = 0
-    for name, dtype, shape in sorted(wanted, key=lambda part: -np.dtype(part[1]).itemsize):
+    for name, dtype, shape in wanted:
         sections.append(Section(name, dtype, shape, words))
-        words += sections[-1].words
-    return Layout(size, tuple(sections), words + words % 2)
+        words += _aligned(sections[-1].words)
+    return Layout(size, tuple(sections), words)
+
+
+def _aligned(count: int, numbers: int = _ALIGNMENT) -> int:
+    """The least multiple of so many numbers, which are 16 bytes, that is not below ``count``."""
+    return -(-count // numbers) * numbers
 
 
 @dataclass(frozen=True)
