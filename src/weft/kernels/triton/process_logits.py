@@ -100,7 +100,7 @@ def _process_logits(
             _edit(source, asked, tl.load(counters + sample), low, low + SPAN, EDITS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["samples"])
 def _verify_drafts(
     tokens, finite, rows, changes, guesses, counts, last_token, results, samples,
     SIZE: tl.constexpr,

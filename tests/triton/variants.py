@@ -1,0 +1,77 @@
+"""Counts the variants of kernels that the start of an engine compiles, for a GPU that is absent.
+
+``python variants.py MODEL SETTINGS`` prepares an engine with captured steps of every size, on plain
+CPU tensors, and computes nothing. For each variant of a kernel it prints the kernel's name, its
+types and constants, and the arguments that 16 divides or that are 1, as lines of JSON. Triton must
+not interpret then.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+H100 = (9, 0), 132, 232_448  # capability, multiprocessors, bytes of shared memory for a program
+
+
+def _pretend() -> None:
+    """Have host functions of kernels see a GPU, and launches note what they would compile."""
+    import torch
+    import triton
+    from ahead import _Absent
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.jit import JITFunction
+
+    from weft.kernels.triton import device
+
+    triton.runtime.driver.set_active(_Absent(GPUTarget("cuda", 90, 32)))
+    for name, fact in zip(("capability", "processors", "shared_bytes"), H100, strict=True):
+        setattr(device, name, lambda _, fact=fact: fact)
+    seen = set()
+
+    def getitem(self: Any, _: Any) -> Any:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            binder = self.device_caches[0][-1]
+            _, found, options = binder(*args, debug=False, instrumentation_mode="", **kwargs)
+            types = [kind for kind, _ in found]
+            constants = [str(value) for kind, value in found if kind == "constexpr"]
+            facts = [str(value) for kind, value in found if kind != "constexpr"]
+            variant = self.__name__, types, constants, facts, str(options)
+            if str(variant) not in seen:
+                seen.add(str(variant))
+                print(json.dumps(variant))
+
+        return launch
+
+    JITFunction.__getitem__ = getitem
+
+    def product(a: Any, b: Any, *_: Any, out_dtype: Any = None, **__: Any) -> Any:
+        return torch.empty(len(a), b.shape[1], dtype=out_dtype or a.dtype)
+
+    torch._scaled_mm = torch.mm = product
+
+
+def main(model: str, settings: str) -> None:
+    sys.path[:0] = [str(HERE.parent), str(HERE.parent / "numeric")]
+    _pretend()
+    import graphed
+    import pytest
+
+    from weft.core.config import EngineConfig
+    from weft.engine.build import build_engine
+    from weft.exec import step_layout
+    from weft.kernels.triton import launch, stack  # noqa: F401 - before what is pretended
+
+    launch.interpreted = lambda: True  # to ``select_ops``: kernels may run on a CPU
+    graphed.SIZES = step_layout.SIZES
+    with pytest.MonkeyPatch.context() as patch:
+        graphed.use_graphs(patch)
+        common = {"model": model, "kernels": "triton", "device": "cpu"}
+        build_engine(EngineConfig.from_mapping(common | json.loads(settings)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
