@@ -21,9 +21,10 @@ qemu-aarch64 -cpu max "$out/fuzz" "${1:-20}"
 # pool, products of floats and integers, layers, choice of tokens
 cd "$cpu"
 for march in armv8-a armv8.2-a+bf16; do
+  compile -march=$march -ffp-contract=off -c quant_tile.cpp -DWEFT_ISA=baseline -o "$out/quant.o"
   compile -static -march=$march -DWEFT_ISA=baseline "$root/tests/kernels/layers.cpp" sample.cpp \
     dispatch.cpp experts.cpp layer.cpp matrix.cpp ops.cpp panel.cpp pool.cpp post.cpp quant.cpp \
-    quant_tile.cpp rate.cpp scan.cpp \
+    "$out/quant.o" rate.cpp scan.cpp \
     -o "$out/layers" -pthread
   qemu-aarch64 -cpu max "$out/layers" 5
 done

@@ -154,7 +154,7 @@ def _answer(client: ChatClient, conversation: Conversation, line: str) -> None:
         pass
     print()
     conversation.turns.append({"role": "assistant", "content": "".join(pieces)})
-    seconds = max(time.monotonic() - first, 1e-9)
+    seconds = max(time.monotonic() - started, 1e-9)  # of all: tokens come in groups
     tokens = client.tokens or len(pieces)  # an answer that was cut short brings no count
     print(
         f"[{tokens} tokens, first after {first - started:.2f} s, {tokens / seconds:.0f} tokens/s]",

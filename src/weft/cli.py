@@ -36,6 +36,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         sentence = re.sub(r"^argument [^:]+: (?=\S+ must be )", "", message)
+        sentence = sentence if sentence.endswith((".", "?", "!")) else f"{sentence}."
         self.exit(EXIT_USAGE, f"weft: {sentence} See '{self.prog} --help'.\n")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:

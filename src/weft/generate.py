@@ -20,11 +20,10 @@ def generate_stream(llm: Any, text: str, params: SamplingParams, options: dict[s
     prompt = llm.encode_chat([{"role": "user", "content": text}]) if options["chat"] else text
     if options["echo"]:
         print(text, end="", flush=True)
-    started, first, with_first, count, result = time.monotonic(), 0.0, 0, 0, None
+    started, first, count, result = time.monotonic(), 0.0, 0, None
     for delta in llm.stream(prompt, params):
         count += len(delta.token_ids)
-        if not first:
-            first, with_first = time.monotonic(), count
+        first = first or time.monotonic()
         print(delta.text, end="", flush=True)
         result = delta.result
     print()
@@ -32,12 +31,11 @@ def generate_stream(llm: Any, text: str, params: SamplingParams, options: dict[s
     if result.error is not None:
         raise result.error
     if not options["quiet"]:
-        # Tokens that came with the first one took no time that can be seen here.
-        later, seconds = count - with_first, time.monotonic() - first
-        rate = f", {later / seconds:.0f} tokens/s" if later else ""
+        seconds = time.monotonic() - started  # of all: tokens come in groups
         print(
             f"[{len(result.prompt_token_ids)} prompt + {count} output tokens, "
-            f"{result.finish_reason}, first token {first - started:.2f} s{rate}]",
+            f"{result.finish_reason}, first token {first - started:.2f} s, "
+            f"{count / seconds:.0f} tokens/s in {seconds:.2f} s]",
             file=sys.stderr,
         )
     return 0

@@ -15,10 +15,13 @@ def run_cache(kind: str, model: str | None) -> int:
     """List the files, or clear them, all or those of a model; returns the exit status.
 
     Raises:
-        ConfigError: there is nothing of the model.
+        ConfigError: there is nothing of the model, or the folder cannot be read or changed.
     """
     folder = packed_folder()
-    files = kept_files(folder)
+    try:
+        files = kept_files(folder)
+    except OSError as error:
+        raise ConfigError(f"Cannot read '{folder}': {error.strerror}.") from None
     if kind == "list":
         for file in reversed(files):
             print(_line(file))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import subprocess
 from pathlib import Path
 
 import httpx
@@ -11,7 +13,7 @@ import psutil
 import pytest
 
 import weft
-from live import START_S, Server, eventually, run, serving
+from live import START_S, WEFT, Server, eventually, run, serving
 from weft import LLM, SamplingParams
 
 MIB = 2**20
@@ -19,6 +21,7 @@ BUILTIN = Path(weft.__file__).parent / "builtin"
 PACKED = "weft: weights packed ("
 KEPT = "The packed weights are kept in"
 MAPPED = "weft: weights mapped from the cache"
+CHANGED = "The model's files have changed"
 
 
 @pytest.fixture
@@ -63,17 +66,22 @@ def test_the_next_start_maps_what_the_first_one_packed(cache, tmp_path):
     assert not kept(cache)
 
 
+def cut_weights(model: Path) -> None:
+    """Have parts of a checkpoint be zeros."""
+    weights = model / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    end = len(data) - len(data) // 4
+    data[end:] = bytes(len(data) - end)
+    weights.write_bytes(data)
+
+
 def test_a_checkpoint_that_changes_is_noticed(cache, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(BUILTIN, model)
     with serving(tmp_path, "--model", str(model)) as server:
         text = text_of(server)
         eventually(lambda: bool(kept(cache)), START_S)
-    weights = model / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    end = len(data) - len(data) // 4
-    data[end:] = bytes(len(data) - end)  # parts of it are zeros from now on
-    weights.write_bytes(data)
+    cut_weights(model)
     other, said = serve_once(tmp_path / "changed", "--model", str(model))
     assert PACKED in said
     assert other != text
@@ -107,6 +115,50 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
         assert "mapped" not in log.read_text()
         eventually(lambda: "cannot be kept" in log.read_text(), START_S)
         assert log.read_text().count("cannot be kept") == 1
+        assert "is not used" not in log.read_text()
+
+
+def without_overriding() -> list[str]:
+    """A command within which root, too, may do only what the modes of files allow."""
+    if os.geteuid():
+        return []
+    drop = "-dac_override,-dac_read_search"
+    return ["setpriv", f"--bounding-set={drop}", f"--inh-caps={drop}"]
+
+
+def test_a_home_that_may_not_be_searched_stops_nothing(tmp_path, monkeypatch):
+    """As of a container that runs as another user than its home's."""
+    home = tmp_path / "home"
+    home.mkdir(mode=0)
+    if not os.geteuid():
+        os.chown(home, 65534, 65534)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home / "cache"))
+    with serving(tmp_path, within=without_overriding()) as server:
+        assert text_of(server)
+        log = server.errors
+        eventually(lambda: "cannot be kept in" in log.read_text(), START_S)
+        assert "Traceback" not in log.read_text()
+    command = [*without_overriding(), *WEFT]
+    for words, code in ((["info"], 0), (["cache", "list"], 2), (["cache", "clear"], 2)):
+        done = subprocess.run([*command, *words], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr.count("\n")) == (code, code // 2), done.stderr
+        assert code == 0 or "Permission denied" in done.stderr
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_checkpoint_that_changes_under_a_server_is_told(tmp_path):
+    """The next engine answers with it, as after a new start, but nobody has asked for that."""
+    model = tmp_path / "model"
+    shutil.copytree(BUILTIN, model)
+    with serving(tmp_path, "--model", str(model), "--no-standby") as server:
+        text = text_of(server)
+        os.kill(server.children()["weft-engine"].pid, signal.SIGKILL)
+        assert text_of(server) == text
+        assert CHANGED not in server.errors.read_text()
+        cut_weights(model)
+        os.kill(server.children()["weft-engine"].pid, signal.SIGKILL)
+        assert text_of(server) != text
+        assert server.errors.read_text().count(CHANGED) == 1
 
 
 def test_weights_are_written_before_the_engine_measures_itself(cache, tmp_path):

@@ -126,6 +126,32 @@ def test_one_that_is_not_started_ends_with_its_parent(tmp_path, ending):
     raise AssertionError("it lives")
 
 
+@pytest.mark.parametrize("place", ["def prepare():", "def main():"])
+def test_an_error_ends_the_child_with_a_traceback_and_reaches_nobody_else(tmp_path, place):
+    """Above it on the stack is the parent's code, which may suppress such an error."""
+    (tmp_path / "early_child.py").write_text(CHILD.replace(place, f"{place}\n    open('nowhere')"))
+    code = """
+        import contextlib, os, sys
+        from weft.core.early import EarlyProcesses
+        early = EarlyProcesses()
+        with contextlib.suppress(OSError):
+            early.fork("early_child")
+        print("parent goes on", flush=True)
+        child, _ = early._waiting["early_child"]
+        start = [sys.executable, "-m", "early_child"]
+        if child.poll() is None:
+            with contextlib.suppress(OSError):
+                child = early.start(start, stdin=0, pass_fds=[], start_new_session=True)
+        print("exit", child.wait(30), flush=True)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True, text=True, cwd=tmp_path, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == ["parent goes on", "exit 1"]
+    assert "FileNotFoundError: [Errno 2] No such file or directory: 'nowhere'" in done.stderr
+
+
 def test_without_an_early_one_a_process_is_started():
     process = EarlyProcesses().start(
         [sys.executable, "-m", "this"], stdin=0, pass_fds=[], stdout=subprocess.DEVNULL

@@ -197,6 +197,21 @@ def test_changed_numbers_are_found_when_asked_for(cache, model, caplog):
     assert "have changed" in caplog.text
 
 
+def test_a_file_that_cannot_be_mapped_is_a_miss_and_stays(cache, model, caplog, monkeypatch):
+    """Some file systems have no shared maps, and some disks fail."""
+    key = key_of(model)
+    cache.keep(key, some_weights())
+
+    def mmap(*_: object) -> object:
+        raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("weft.models.packed_file.mmap.mmap", mmap)
+        assert find(cache, key) is None
+    assert "it cannot be read (No such device). The weights are packed again." in caplog.text
+    assert find(cache, key) is not None
+
+
 @pytest.mark.parametrize("mode", [0o666, 0o620])
 def test_what_others_may_write_is_not_trusted(cache, model, mode, caplog):
     key = key_of(model)

@@ -16,8 +16,9 @@ import os
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from weft.core.errors import InvariantError
 from weft.core.process import (
@@ -44,7 +45,11 @@ class EarlyProcesses:
     def fork(self, module: str) -> None:
         """Fork a process that will run ``main`` of a module; it never returns there.
 
-        Before it knows its arguments it calls ``prepare`` of the module.
+        Before it knows its arguments it calls ``prepare`` of the module. Whatever it raises ends it
+        with a traceback, as if it had been started as a program.
+
+        Raises:
+            OSError: the system has no room for the process.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         parent, blocked = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -58,20 +63,14 @@ class EarlyProcesses:
             theirs.close()
             self._waiting[module] = Child(pid), ours
             return
-        ours.close()
-        for _, end in self._waiting.values():
-            end.close()
-        os.setsid()
-        die_with_parent_thread()
-        if os.getppid() != parent:
-            os._exit(1)
-        raise_file_limit()
-        gc.disable()  # imports leave hardly anything to collect
-        kind = importlib.import_module(module)
-        kind.prepare()
-        gc.enable()
-        sys.argv = [str(kind.__file__), *_started(theirs)]
-        sys.exit(kind.main())
+        try:
+            ours.close()
+            for _, end in self._waiting.values():
+                end.close()
+            _run(module, theirs, parent)
+        except Exception:  # none must reach who called this in the parent
+            traceback.print_exc()
+            sys.exit(1)
 
     def start(
         self, command: Sequence[str], *, stdin: int, pass_fds: Collection[int], **options: Any
@@ -100,6 +99,21 @@ def fork_early(modules: Sequence[str]) -> Starter:
         for module in modules:
             early.fork(module)
     return early.start
+
+
+def _run(module: str, end: socket.socket, parent: int) -> NoReturn:
+    """Be the process of a module, from the fork to its exit."""
+    os.setsid()
+    die_with_parent_thread()
+    if os.getppid() != parent:
+        os._exit(1)
+    raise_file_limit()
+    gc.disable()  # imports leave hardly anything to collect
+    kind = importlib.import_module(module)
+    kind.prepare()
+    gc.enable()
+    sys.argv = [str(kind.__file__), *_started(end)]
+    sys.exit(kind.main())
 
 
 def _started(end: socket.socket) -> list[str]:

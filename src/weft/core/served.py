@@ -16,6 +16,7 @@ class ServedModel:
 
     Attributes:
         folder: where tokeniser and chat template lie.
+        checkpoint: tells its files from others, and from themselves once they have changed.
         max_model_len: tokens of prompt and output together.
         sampling_defaults: what ``SamplingParams`` takes for fields that a request leaves open.
         batch_invariant: whether a result depends on nothing but the sequence itself.
@@ -63,6 +64,7 @@ class ServedModel:
     weight_bytes: int
     kv_memory: int
     profile_key: Mapping[str, str]
+    checkpoint: str = ""
     host_kv_blocks: Mapping[str, int] = field(default_factory=dict)
     host_kv_memory: int = 0
     host_attention: str = ""

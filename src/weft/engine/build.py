@@ -63,9 +63,9 @@ from weft.kernels.interface import OpTable
 from weft.kv.cache import GroupSpec
 from weft.kv.disk_cache import DiskCache
 from weft.kv.tiers import TieredCache
-from weft.models.kept_weights import KeptWeights
+from weft.models.kept_weights import KeptWeights, checkpoint_digest
 from weft.models.layout import num_parameters, storage_of
-from weft.models.loader import load_model
+from weft.models.loader import load_model, weight_files
 from weft.models.packed_cache import PackedCache
 from weft.sched.registry import make_scheduler
 from weft.sched.resources import Resources, TargetPolicy
@@ -430,6 +430,7 @@ def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:
     return ServedModel(
         name=config.model,
         folder=str(model.folder),
+        checkpoint=checkpoint_digest(model.source, weight_files(model.source)),
         family=model.spec.family,
         parameters=num_parameters(model.spec),
         vocab_size=model.spec.vocab_size,

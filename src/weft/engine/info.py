@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -83,7 +84,7 @@ def _scheduling_facts(config: EngineConfig, model: Model) -> dict[str, Any]:
     reason = "there is no profile of the costs of steps"
     if config.self_profile_s:
         reason += "; a server measures them while it is idle, and goes over to slo"
-    return {"policy": "fcfs", "reason": reason, "problem": problem if path.exists() else ""}
+    return {"policy": "fcfs", "reason": reason, "problem": problem if os.path.exists(path) else ""}
 
 
 def _model_facts(config: EngineConfig, model: Model) -> dict[str, Any]:

@@ -80,6 +80,7 @@ class EngineKeeper:
         self._since = 0.0
         self._gave_up = False  # with the active engine, and killed it
         self._start_s = 0.0  # that the first engine took
+        self._checkpoint = ""  # of the engine before
         self._progress = Progress()
 
     @property
@@ -95,6 +96,7 @@ class EngineKeeper:
         served = await asyncio.to_thread(self._active.wait_until_ready)
         self._since = time.monotonic()
         self._start_s = self._since - began
+        self._checkpoint = served.checkpoint
         # What follows from the free memory must not change with the engine.
         self._reserve.settings |= {
             "kv_memory": served.kv_memory,
@@ -255,9 +257,15 @@ class EngineKeeper:
 
         alarm = asyncio.get_running_loop().call_later(self._patience_s, give_up)
         try:
-            await asyncio.to_thread(engine.wait_until_ready)
+            served = await asyncio.to_thread(engine.wait_until_ready)
         finally:
             alarm.cancel()
+        if served.checkpoint != self._checkpoint:
+            self._checkpoint = served.checkpoint
+            logger.warning(
+                "The model's files have changed since the engine before was started. From now on "
+                "the new ones answer; texts that are continued begin with the old ones."
+            )
 
     @property
     def _patience_s(self) -> float:

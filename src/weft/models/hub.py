@@ -70,12 +70,18 @@ def _existing(folder: Path, name: str) -> Path:
     if folder.is_file():
         return folder
     if not folder.is_dir():
-        raise ModelNotFoundError(f"model folder '{name}' does not exist; check the path")
+        kind = "file" if folder.suffix == SUFFIX else "folder"
+        raise ModelNotFoundError(f"model {kind} '{name}' does not exist; check the path")
     return folder
 
 
 def _with_config(folder: Path, name: str) -> Path:
     if not folder.is_file() and not (folder / "config.json").is_file():
+        if found := sorted(folder.glob(f"*{SUFFIX}")):
+            raise ModelNotFoundError(
+                f"model '{name}' has no config.json, but GGUF files; give one of them, such as "
+                f"'{found[0]}'"
+            )
         raise ModelNotFoundError(
             f"model '{name}' has no config.json; give a Hugging Face model folder: config.json, "
             "safetensors weights and tokenizer.json"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +127,12 @@ def checkpoint_identity(source: Path, files: Sequence[Path]) -> dict[str, Any]:
     """
     described_by = [source / CONFIG, source / INDEX] if source.is_dir() else []
     return identity_of(files, described_by)
+
+
+def checkpoint_digest(source: Path, files: Sequence[Path]) -> str:
+    """Return the same in a few characters; see ``checkpoint_identity``."""
+    text = json.dumps(checkpoint_identity(source, files), sort_keys=True)
+    return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _shape(weight: Any) -> tuple[int, ...]:

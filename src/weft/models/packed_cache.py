@@ -143,11 +143,15 @@ class PackedCache:
                 if not key.matches(file.about):
                     raise PackedFileError("it is of other weights")
                 weights = file.weights(map_matrix, verify=verify, nodes=self._nodes)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except PackedFileError as error:
             logger.warning("%s is not used: %s. The weights are packed again.", path, error)
             self.drop(key)
+            return None
+        except OSError as error:  # of a file system without maps, or of a disk that fails
+            why = f"it cannot be read ({error.strerror})"
+            logger.warning("%s is not used: %s. The weights are packed again.", path, why)
             return None
         with contextlib.suppress(OSError):  # a folder that is only read
             os.utime(path)
@@ -161,7 +165,7 @@ class PackedCache:
     def wait(self, key: PackedKey, patience_s: float) -> None:
         """Wait for a file that another process writes, or is about to write."""
         began, seen = time.monotonic(), False
-        while not (self.folder / key.file_name).exists():
+        while not os.path.exists(self.folder / key.file_name):
             waited, written = time.monotonic() - began, _is_locked(self._partial(key))
             if waited >= patience_s or (not written and (seen or waited >= START_S)):
                 return

@@ -127,12 +127,12 @@ class PackedFile:
         """Open a file.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError, NotADirectoryError: there is none.
             PackedFileError: it cannot be read, others may write to it, or it is not such a file.
         """
         try:
             self._file = path.open("rb", buffering=0)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise
         except OSError as error:
             raise PackedFileError(f"it cannot be read ({error.strerror})") from error

@@ -102,8 +102,9 @@ class Tokenizer:
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
             raise TokenizerError(
-                "The model folder has no tokenizer.json; add the one of the model, or convert its "
-                "older tokeniser files with transformers' AutoTokenizer.save_pretrained."
+                f"There is no tokenizer.json in '{folder}'; add the one of the model, name the "
+                "folder that has it with --tokenizer, or convert older tokeniser files with "
+                "transformers' AutoTokenizer.save_pretrained."
             )
         text = read_text(path, TokenizerError, MAX_FILE_BYTES)
         document = _checked_document(text)
