@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
+from pathlib import Path
 
 from weft.core.errors import ConfigError, WeftError
 from weft.core.settings import format_bytes
 from weft.models.hub import resolve_model
+from weft.models.kept_weights import checkpoint_identity
+from weft.models.loader import weight_files
 from weft.models.packed_cache import KeptFile, clear, kept_files, packed_folder
 
 
@@ -49,9 +53,22 @@ def _source(model: str, files: list[KeptFile]) -> str:
 
 
 def _line(file: KeptFile) -> str:
+    """Its last use, size, model and settings, and whether it is of use still."""
     used = time.strftime("%Y-%m-%d %H:%M", time.localtime(file.used))
     settings = ", ".join(f"{name} {value}" for name, value in file.settings.items())
-    return f"{used}  {format_bytes(file.nbytes):>10}  {file.source or file.path.name}  {settings}"
+    size, name = f"{format_bytes(file.nbytes):>10}", file.source or file.path.name
+    return f"{used}  {size}  {name}  {settings}{_fate(file)}"
+
+
+def _fate(file: KeptFile) -> str:
+    source = Path(file.source or "")
+    if file.source is None or not os.path.exists(source):
+        return "" if file.source is None else "; the model is gone"
+    try:
+        now = checkpoint_identity(source, weight_files(source))
+    except (OSError, WeftError):
+        return "; the model cannot be read"
+    return "" if now == file.checkpoint else "; the model has changed since"
 
 
 def _total(files: list[KeptFile]) -> str:

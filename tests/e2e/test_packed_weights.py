@@ -85,6 +85,10 @@ def test_a_checkpoint_that_changes_is_noticed(cache, tmp_path):
     other, said = serve_once(tmp_path / "changed", "--model", str(model))
     assert PACKED in said
     assert other != text
+    variables = {"XDG_CACHE_HOME": str(cache.parents[1])}
+    assert run("cache", "list", **variables).stdout.count("; the model has changed since") == 1
+    shutil.rmtree(model)
+    assert "; the model is gone" in run("cache", "list", **variables).stdout
 
 
 def test_a_damaged_file_is_told_and_replaced(cache, tmp_path):

@@ -99,6 +99,8 @@ def test_commands_run(tmp_path):
          "--steps", "20"],
         ["bench", "throughput", "--prompts", "2", "--input-tokens", "9", "--output-tokens", "4",
          "--repeats", "1", *FAST],
+        ["bench", "kernels", "--only", "linear", "--seconds", "0.001"],
+        ["cache", "list"],
     ):  # fmt: skip
         done = run(*command)
         assert done.returncode == 0, (command, done.stderr)
@@ -123,7 +125,12 @@ assert not {"torch", "triton"} & sys.modules.keys()
 
 @pytest.mark.parametrize(
     "asked",
-    [["--device", "cuda"], ["--kernels", "reference"], ["--tensor-parallel", "2"]],
+    [
+        ["--device", "cuda"],
+        ["--kernels", "reference"],
+        ["--tensor-parallel", "2"],
+        ["--quantize", "fp8"],
+    ],
     ids=lambda asked: asked[0],
 )
 def test_what_needs_torch_names_the_extra(asked):

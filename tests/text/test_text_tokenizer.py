@@ -258,7 +258,7 @@ class TestTime:
 
 class TestErrors:
     def test_missing_file(self, tmp_path):
-        with pytest.raises(TokenizerError, match=r"has no tokenizer\.json; add"):
+        with pytest.raises(TokenizerError, match=r"no tokenizer\.json in .*; add"):
             Tokenizer.load(tmp_path)
 
     @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"model": {"type": "BPE"}}', "\x00"])

@@ -99,6 +99,7 @@ class PolicyChoice:
         self._lacks_host: Fitted | None = None  # what is planned with, if it lacks this host
         self._drifts_since: float | None = None
         self._measured_at = -math.inf
+        self._lost = False  # what was measured, as it cannot be kept
 
     @property
     def settled(self) -> bool:
@@ -118,6 +119,8 @@ class PolicyChoice:
             setattr(made.totals, counted.name, getattr(scheduler.totals, counted.name))
         self.policy, self.classes = "slo", tuple(resources.classes)
         self.reason = f"the costs of steps are those of {self._costs.path}"
+        if self._lost:
+            self.reason = "the costs of steps are measured, and are lost when this engine ends"
         self.host_costs = describe_host_costs(complete)
         host = self._room.host
         lacks = host is not None and host.name not in cost.hosts
@@ -214,7 +217,10 @@ class PolicyChoice:
         try:
             fitted.save(self._costs.path, report)
         except OSError as error:
-            logger.warning("The costs of steps cannot be kept: %s.", error.strerror)
+            self._lost = True
+            logger.warning(
+                "The costs of steps cannot be kept in %s: %s.", self._costs.path, error.strerror
+            )
         if report is None:
             logger.info("Moves of KV between the tiers are measured.")
             return

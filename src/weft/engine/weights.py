@@ -60,7 +60,7 @@ def check_storage(config: EngineConfig, spec: ModelSpec, ops: OpTable) -> None:
         raise ConfigError(
             f"quantize is {config.quantize}, but {kernels} do not compute with {missing[0]}: those "
             "of a CPU do with int8 and int4, those of a GPU with fp8 and int8, and those of "
-            "kernels='reference' with fp8, slowly. The latter two need the extra weft[cuda].",
+            "kernels='reference' with fp8, slowly. These two need torch: the extra weft[cuda].",
             param="quantize",
         )
     stored = None if ops.widens else spec.stored_weights
@@ -69,8 +69,8 @@ def check_storage(config: EngineConfig, spec: ModelSpec, ops: OpTable) -> None:
     if missing:
         raise KernelError(
             f"The checkpoint is quantised ({stored}), and {kernels} do not compute with "
-            f"{missing[0]}; a GPU may, and kernels='reference' does (slow): both need the extra "
-            "weft[cuda]."
+            f"{missing[0]}; a GPU may, and kernels='reference' does (slow): both need torch, which "
+            "is the extra weft[cuda]."
         )
     unsound = FAMILIES[spec.family].unsound_kv
     if config.kv_dtype in unsound:

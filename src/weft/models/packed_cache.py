@@ -83,6 +83,7 @@ class KeptFile:
 
     Attributes:
         source: the model that it was made of; None where its header cannot be read.
+        checkpoint: what its files were then; see ``identity_of``.
         used: when it was last used, in seconds since the epoch.
     """
 
@@ -90,6 +91,7 @@ class KeptFile:
     nbytes: int
     used: float
     source: str | None
+    checkpoint: object
     settings: Mapping[str, str]
 
 
@@ -260,6 +262,7 @@ def kept_files(folder: Path) -> list[KeptFile]:
                     status.st_size,
                     status.st_mtime,
                     source if isinstance(source, str) else None,
+                    about.get("checkpoint"),
                     settings if isinstance(settings, dict) else {},
                 )
             )
