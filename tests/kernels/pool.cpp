@@ -9,6 +9,7 @@ int main(int, char** words) {
     for (int i = 0; i < rounds; ++i) {
       check_phases();
       check_shares();
+      check_places();
       if (i % 8 == 0) check_throwing();
       if (i % 8 == 1) check_scope();
     }

@@ -58,6 +58,20 @@ inline void check_shares() {
   }
 }
 
+// Memory of a place is used by one item at a time, whoever joins meanwhile.
+inline void check_places() {
+  for (const int places : {1, 2, 3, 40}) {
+    std::vector<int64_t> sums(places);  // not atomic
+    shared_pool().run_places(places, 200, [&](int place, int64_t item) {
+      require(place >= 0 && place < places, "a place is one of those");
+      sums[place] += item;
+    });
+    int64_t all = 0;
+    for (const int64_t sum : sums) all += sum;
+    require(all == 199 * 200 / 2, "each item has a place of its own");
+  }
+}
+
 inline void check_throwing() {
   bool thrown = false;
   try {

@@ -6,8 +6,8 @@
 
 #include <algorithm>
 #include <atomic>
-#include <memory>
 #include <stdexcept>
+#include <tuple>
 #include <vector>
 
 #include "check.hpp"
@@ -26,9 +26,10 @@ char* at(const Tensor& tensor, int64_t i, int64_t j) {
   return tensor.as<char>() + (i * tensor.stride[0] + j * tensor.stride[1]) * size_of(tensor.type);
 }
 
-void run_items(int64_t count, int64_t work, const std::function<void(int64_t)>& body) {
-  if (work >= min_shared_work) return shared_pool().run(count, body);
-  for (int64_t i = 0; i < count; ++i) body(i);
+// Calls body(place, item) at so many places at most.
+void run_items(int places, int64_t count, int64_t work, FunctionRef<void(int, int64_t)> body) {
+  if (work >= min_shared_work) return shared_pool().run_places(places, count, body);
+  for (int64_t i = 0; i < count; ++i) body(0, i);
 }
 
 // ---- writing the new keys and values ----
@@ -57,7 +58,7 @@ void write_kv(const Kernels& kernels, const Attention& call) {
   constexpr int64_t piece = 64;
   const int64_t tokens = call.q.shape[0];
   const int64_t numbers = 2 * tokens * call.k_cache.shape[1] * call.k_cache.shape[3];
-  run_items((tokens + piece - 1) / piece, numbers, [&](int64_t item) {
+  run_items(shared_pool().threads(), (tokens + piece - 1) / piece, numbers, [&](int, int64_t item) {
     const int64_t end = std::min(tokens, (item + 1) * piece);
     for (int64_t token = item * piece; token < end; ++token) write_token(kernels, call, token);
   });
@@ -77,8 +78,8 @@ struct Row {
 
 // The sums of one such row; the last of its items to finish merges them.
 struct Shared {
-  float* sums;                // for each split a Partial for each KV head
-  std::atomic<int64_t> left;  // KV heads of splits
+  float* sums;   // for each split a Partial for each KV head
+  int64_t left;  // KV heads of splits, atomic
 };
 
 // A tile over a run of splits: some query vectors of one row; or all vectors of some neighbours in
@@ -104,25 +105,37 @@ Cache cache_of(const Tensor& cache, int64_t head_size, int64_t kv_head) {
   };
 }
 
+// Memory that a thread keeps from call to call.
+struct Kept {
+  std::vector<Item> items;
+  std::vector<Row> rows;
+  std::vector<Shared> shared;  // by place in the order of rows
+  Lines<float> sums, scratch;  // of rows that are cut, and for each place
+};
+
 // The work of one call, cut into items that may run in any order on any thread.
 class Work {
  public:
-  Work(const Kernels& kernels, const Attention& call)
+  Work(const Kernels& kernels, const Attention& call, Kept& kept)
       : kernels_(kernels),
         call_(call),
+        items_(kept.items),
+        rows_(kept.rows),
+        shared_(kept.shared),
         kv_heads_(call.k_cache.shape[1]),
         group_(call.q.shape[1] / kv_heads_),
         width_(padded(call.q.shape[2], kernels.lanes)) {
+    items_.clear();
+    rows_.clear();
+    scratch_ = refit(kept.scratch, places_ * scratch_stride_);
     for (int64_t row = 0; row < call.seq_lens.shape[0]; ++row) add_row(row);
-    if (!items_.empty()) {
-      // The largest first, so that no thread is left alone with a large one at the end.
-      std::stable_sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) {
-        return a.count * a.keys > b.count * b.keys;
-      });
-    }
+    // The largest first, so that no thread is left alone with a large one at the end.
+    std::ranges::sort(items_, {}, [](const Item& item) {
+      return std::tuple(-item.count * item.keys, item.row, item.kv_head, item.first);
+    });
     if (rows_.empty()) return;
     order_rows();
-    place_sums();
+    place_sums(kept.sums);
     add_run(0, static_cast<int64_t>(rows_.size()), 0);
   }
 
@@ -131,8 +144,9 @@ class Work {
     for (const Item& item : items_) {
       work += 2 * item.heads * item.count * item.keys * width_;
     }
-    run_items(static_cast<int64_t>(items_.size()), work,
-              [this](int64_t i) { run_item(items_[i]); });
+    run_items(places_, static_cast<int64_t>(items_.size()), work, [this](int place, int64_t i) {
+      run_item(items_[i], scratch_ + place * scratch_stride_);
+    });
   }
 
  private:
@@ -172,9 +186,11 @@ class Work {
   void order_rows() {
     if (call_.window > 0) return;
     const auto blocks = [&](const Row& row) { return row.context / call_.block_size; };
-    std::stable_sort(rows_.begin(), rows_.end(), [&](const Row& a, const Row& b) {
+    std::ranges::sort(rows_, [&](const Row& a, const Row& b) {
       const int32_t *left = table_of(a.row), *right = table_of(b.row);
-      return std::lexicographical_compare(left, left + blocks(a), right, right + blocks(b));
+      const auto order = std::lexicographical_compare_three_way(left, left + blocks(a), right,
+                                                                right + blocks(b));
+      return order < 0 || (order == 0 && a.row < b.row);
     });
     for (size_t i = 0; i + 1 < rows_.size(); ++i) {
       const int32_t* table = table_of(rows_[i].row);
@@ -184,17 +200,14 @@ class Work {
     }
   }
 
-  void place_sums() {
-    static thread_local Lines<float> memory;
+  void place_sums(Lines<float>& memory) {
     int64_t floats = 0;
     for (const Row& row : rows_) floats += row_floats(row);
-    float* next = fit(memory, floats);
-    shared_.reset(new Shared[rows_.size()]);
-    for (size_t i = 0; i < rows_.size(); ++i) {
-      shared_[i].sums = next;
-      shared_[i].left.store(kv_heads_ * (rows_[i].last_split - rows_[i].first_split),
-                            std::memory_order_relaxed);
-      next += row_floats(rows_[i]);
+    float* next = refit(memory, floats);
+    shared_.clear();
+    for (const Row& row : rows_) {
+      shared_.push_back({next, kv_heads_ * (row.last_split - row.first_split)});
+      next += row_floats(row);
     }
   }
   int64_t row_floats(const Row& row) const {
@@ -277,16 +290,15 @@ class Work {
     };
   }
 
-  void run_item(const Item& item) const {
-    static thread_local Lines<float> memory;
-    const int64_t own = padded(partial_floats(tile_queries, width_), 16);
-    float* sums = fit(memory, own + scratch_floats(width_));
+  // `sums`: memory of this thread.
+  void run_item(const Item& item, float* sums) const {
+    float* const scratch = sums + own_floats_;
     const Partial all = partial_at(sums, item.heads * item.count, width_);
     Query queries[tile_queries], *next = queries;
     if (item.rows == 0) {
       add_queries(item.row, item.kv_head, item.first, item.count, queries);
       const Tile tile = tile_of(item.row, item.kv_head, 1, item.count, queries);
-      kernels_.attend(tile, item.first_split, item.last_split, sums + own, all);
+      kernels_.attend(tile, item.first_split, item.last_split, scratch, all);
       return kernels_.finish(tile, all);
     }
     for (int64_t head = item.kv_head; head < item.kv_head + item.heads; ++head) {
@@ -296,10 +308,11 @@ class Work {
       }
     }
     const Tile tile = tile_of(rows_[item.row].row, item.kv_head, item.heads, item.count, queries);
-    kernels_.attend(tile, item.first_split, item.last_split, sums + own, all);
+    kernels_.attend(tile, item.first_split, item.last_split, scratch, all);
     keep(item, all);
     for (int64_t i = item.row; i < item.row + item.rows; ++i) {
-      const int64_t left = shared_[i].left.fetch_sub(item.heads, std::memory_order_acq_rel);
+      const int64_t left =
+          std::atomic_ref(shared_[i].left).fetch_sub(item.heads, std::memory_order_acq_rel);
       if (left == item.heads) merge_row(i, sums);
     }
   }
@@ -335,12 +348,16 @@ class Work {
 
   const Kernels& kernels_;
   const Attention& call_;
+  std::vector<Item>& items_;
+  std::vector<Row>& rows_;
+  std::vector<Shared>& shared_;
   const int64_t kv_heads_;
   const int64_t group_;  // query heads of a KV head
   const int64_t width_;  // head size, padded to whole vectors
-  std::vector<Item> items_;
-  std::vector<Row> rows_;
-  std::unique_ptr<Shared[]> shared_;
+  const int places_ = shared_pool().threads();
+  const int64_t own_floats_ = padded(partial_floats(tile_queries, width_), 16);
+  const int64_t scratch_stride_ = padded(own_floats_ + scratch_floats(width_), 16);
+  float* scratch_ = nullptr;  // [places, stride]
 };
 
 }  // namespace
@@ -350,7 +367,8 @@ void paged_attention(const Attention& call) {
   const Kernels& kernels = *chosen_isa().attention;
   // All writes come before all reads: rows may share blocks.
   if (call.k) write_kv(kernels, call);
-  Work(kernels, call).run();
+  thread_local Kept kept;
+  Work(kernels, call, kept).run();
 }
 
 int attention_threads() { return shared_pool().threads(); }

@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "bind.hpp"
@@ -128,11 +129,13 @@ void penalise(uintptr_t logits, int64_t size, Array<const int64_t, 1> at,
   }
   if (!fits) throw nb::value_error("rows with penalties differ, or have more tokens than there are");
   const nb::gil_scoped_release released;
+  thread_local std::vector<int32_t> counts;  // zeros between calls
+  counts.resize(std::max<size_t>(counts.size(), size));
   for (size_t i = 0; i < count; ++i) {
     weft::penalise(reinterpret_cast<float*>(logits) + at.data()[i] * size, size,
                    {tokens.data() + rows.data()[i] * static_cast<int64_t>(tokens.shape(1)),
                     num_prompt.data()[i], lengths.data()[i]},
-                   penalties.data() + i * penalties.shape(1));
+                   penalties.data() + i * penalties.shape(1), counts.data());
   }
 }
 

@@ -2,8 +2,10 @@
 
 #include "check.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <initializer_list>
+#include <span>
 #include <stdexcept>
 #include <string>
 
@@ -29,19 +31,20 @@ struct Axis {
 };
 
 void check_shape(const Tensor& tensor, std::initializer_list<Axis> axes) {
-  bool good = tensor.rank == static_cast<int>(axes.size());
+  const bool good = tensor.rank == static_cast<int>(axes.size()) &&
+                    std::ranges::equal(axes, std::span(tensor.shape.data(), axes.size()),
+                                       [](const Axis& axis, int64_t size) {
+                                         return axis.size < 0 || axis.size == size;
+                                       });
+  if (good) return;
   std::string expected;
-  int i = 0;
   for (const Axis& axis : axes) {
-    good = good && (axis.size < 0 || tensor.shape[i] == axis.size);
-    if (i++ > 0) expected += ", ";
+    if (!expected.empty()) expected += ", ";
     expected += axis.name;
     if (axis.size >= 0) expected.append("=").append(text(axis.size));
   }
-  if (!good) {
-    fail(std::string(tensor.name) + " has shape " + shape_text(tensor) + ", expected [" +
-         expected + "]");
-  }
+  fail(std::string(tensor.name) + " has shape " + shape_text(tensor) + ", expected [" + expected +
+       "]");
 }
 
 void check_floats(const Tensor& tensor) {
@@ -129,27 +132,27 @@ void check_numbers(const Attention& call) {
 // The blocks that row `row`'s queries see, and only those, must exist.
 void check_row(const Attention& call, int64_t row) {
   const int32_t* start = call.query_start.as<int32_t>();
-  const std::string name = "row " + text(row);
-  if (start[row + 1] < start[row]) fail(name + ": query_start decreases");
+  const auto fail_row = [&](const std::string& what) { fail("row " + text(row) + ": " + what); };
+  if (start[row + 1] < start[row]) fail_row("query_start decreases");
   const int64_t queries = start[row + 1] - start[row];
   if (queries == 0) return;
   const int64_t context = call.seq_lens.as<int32_t>()[row];
   if (context < queries) {
-    fail(name + ": seq_lens " + text(context) + " is less than its " + text(queries) +
-         " query tokens");
+    fail_row("seq_lens " + text(context) + " is less than its " + text(queries) +
+             " query tokens");
   }
   const int64_t blocks = call.block_tables.shape[1];
   if (context > blocks * call.block_size) {
-    fail(name + ": seq_lens " + text(context) + " exceeds the table of " + text(blocks) +
-         " blocks of " + text(call.block_size));
+    fail_row("seq_lens " + text(context) + " exceeds the table of " + text(blocks) +
+             " blocks of " + text(call.block_size));
   }
   const int64_t oldest = context - queries + 1 - call.window;
   const int64_t first = call.window == 0 || oldest < 0 ? 0 : oldest / call.block_size;
   const int32_t* table = call.block_tables.as<int32_t>() + row * call.block_tables.stride[0];
   for (int64_t i = first; i * call.block_size < context; ++i) {
     if (table[i] < 0 || table[i] >= call.k_cache.shape[0]) {
-      fail(name + ": block_tables entry " + text(i) + " is " + text(table[i]) +
-           ", outside k_cache of shape " + shape_text(call.k_cache));
+      fail_row("block_tables entry " + text(i) + " is " + text(table[i]) +
+               ", outside k_cache of shape " + shape_text(call.k_cache));
     }
   }
 }

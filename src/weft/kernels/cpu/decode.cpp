@@ -25,6 +25,7 @@ using Clock = std::chrono::steady_clock;
 struct Kept {
   Lines<char> hidden;
   Lines<float> logits;
+  std::vector<int32_t> counts;  // [places, vocabulary], zeros between steps
 };
 
 Tensor flat(const char* name, void* data, DType type, int64_t count) {
@@ -127,12 +128,15 @@ class HostPort {
     uniform(terms_.seeds, rows.counters, count_, draws_.data());
     const Edits& edits = terms_.edits;
     if (edited_ > 0) {
-      shared_pool().run(count_, [&](int64_t i) {
+      const int places = shared_pool().threads();
+      kept_.counts.resize(std::max<size_t>(kept_.counts.size(), places * all.size));
+      shared_pool().run_places(places, count_, [&](int place, int64_t i) {
         if (!edits.edited[i]) return;
         const int64_t row = rows.row[i];
         const KnownTokens known{rows.tokens + row * rows.max_tokens, edits.num_prompt[i],
                                 rows.length[row]};
-        whole_[i] = edit(edits, i, all.logits + i * all.size, all.size, known, rows.counters[i]);
+        whole_[i] = edit(edits, i, all.logits + i * all.size, all.size, known, rows.counters[i],
+                         kept_.counts.data() + place * all.size);
       });
     }
     const Guests& guests = terms_.guests;

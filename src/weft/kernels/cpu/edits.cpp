@@ -45,14 +45,13 @@ const std::vector<std::string>& penalty_names() {
   return names;
 }
 
-void penalise(float* logits, int64_t size, const KnownTokens& known, const float* penalties) {
+void penalise(float* logits, int64_t size, const KnownTokens& known, const float* penalties,
+              int32_t* counts) {
   const Penalties given{penalties[0], penalties[1], penalties[2]};
-  thread_local std::vector<int32_t> counts;  // zeros between calls
   for (int64_t i = 0; i < known.length; ++i) {
     const int32_t token = known.ids[i];
     if (token < 0 || token >= size) throw std::out_of_range("a row has a token without a logit");
   }
-  if (static_cast<int64_t>(counts.size()) < size) counts.resize(size);
   for (int64_t i = 0; i < known.num_prompt && i < known.length; ++i) {
     counts[known.ids[i]] = in_prompt;
   }
@@ -67,10 +66,10 @@ void penalise(float* logits, int64_t size, const KnownTokens& known, const float
 }
 
 bool edit(const Edits& edits, int64_t i, float* logits, int64_t size, const KnownTokens& known,
-          int64_t counter) {
+          int64_t counter, int32_t* counts) {
   if (!chosen_isa().scan->peak(logits, size).finite) return false;
   if (edits.penalised[i]) {
-    penalise(logits, size, known, edits.penalties + i * penalty_names().size());
+    penalise(logits, size, known, edits.penalties + i * penalty_names().size(), counts);
   }
   const auto each = [&](const IdLists& lists, const auto& use) {
     for (int64_t at = lists.from[i]; at < lists.from[i + 1]; ++at) {

@@ -18,9 +18,11 @@ struct KnownTokens {
 };
 
 // Applies penalties [names] to the logits [size] of the tokens that a row knows, as
-// kernels/sampling.py: `penalised` does, in float32 without fused operations. Throws
-// std::out_of_range, before anything is changed, for a token without a logit.
-void penalise(float* logits, int64_t size, const KnownTokens& known, const float* penalties);
+// kernels/sampling.py: `penalised` does, in float32 without fused operations. `counts` [size] are
+// zeros, and are so again afterwards. Throws std::out_of_range, before anything is changed, for a
+// token without a logit.
+void penalise(float* logits, int64_t size, const KnownTokens& known, const float* penalties,
+              int32_t* counts);
 
 // A list of token ids for each row: those of row i are ids[from[i], from[i + 1]).
 struct IdLists {
@@ -41,8 +43,8 @@ struct Edits {
 };
 
 // Changes the logits of row i, whose output has `counter` tokens so far. Ids without a logit are
-// passed over. Whether the logits were finite; if not, they stay as they are.
+// passed over. Whether the logits were finite; if not, they stay as they are. `counts`: see `penalise`.
 bool edit(const Edits& edits, int64_t i, float* logits, int64_t size, const KnownTokens& known,
-          int64_t counter);
+          int64_t counter, int32_t* counts);
 
 }  // namespace weft

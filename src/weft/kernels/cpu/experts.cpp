@@ -21,16 +21,27 @@ struct Pair {
   int64_t row;      // of the product
 };
 
-// The products of one call, one of each kind for each expert that has tokens.
+// The products of one call, one of each kind for each expert that has tokens. A thread keeps them, so
+// that the next call finds their memory.
 class Mixture {
  public:
-  Mixture(const Experts& experts, const Routes& routes, Rows x, Rows out)
-      : experts_(experts), routes_(routes), x_(x), out_(out) {
+  void run(const Experts& experts, const Routes& routes, Rows x, Rows out,
+           FunctionRef<void(int64_t)> done) {
+    kernels_ = chosen_isa().panel;
+    experts_ = &experts;
+    routes_ = routes;
+    x_ = x;
+    out_ = out;
+    work_ = 0;
+    for (auto* products : {&gate_up_, &down_}) products->clear();
+    for (auto* numbers : {&firsts_, &gate_up_ends_, &down_ends_}) numbers->clear();
     group();
     place();
+    run_phases(done);
   }
 
-  void run(const std::function<void(int64_t)>& done) const {
+ private:
+  void run_phases(FunctionRef<void(int64_t)> done) const {
     const int64_t pairs = static_cast<int64_t>(pairs_.size());
     const bool rounds = std::ranges::any_of(down_, &Multiplication::rounds);
     Phases phases;
@@ -40,59 +51,59 @@ class Mixture {
       down_[pairs_[i].product].round_row(pairs_[i].row);
     });
     phases.add(down_ends_.back(), [this](int64_t i) { multiply(down_, down_ends_, i); });
-    phases.add_tokens(routes_.tokens, [this, &done](int64_t token) {
+    phases.add_tokens(routes_.tokens, [this, done](int64_t token) {
       add_up(token);
       done(token);
     });
     phases.run(worth_sharing(work_));
   }
 
- private:
   // Fills in the pairs, and how many rows each product has.
   void group() {
-    const int64_t count = static_cast<int64_t>(experts_.down.size());
+    const int64_t count = static_cast<int64_t>(experts_->down.size());
     const int64_t size = routes_.tokens * routes_.top_k;
-    std::vector<int64_t> rows(count);
+    rows_.assign(count, 0);
     for (int64_t i = 0; i < size; ++i) {
       const int64_t expert = routes_.ids[i];
       if (expert < 0 || expert >= count) {
         throw std::out_of_range("expert " + std::to_string(expert) + " is none of " +
                                 std::to_string(count));
       }
-      ++rows[expert];
+      ++rows_[expert];
     }
-    std::vector<int64_t> products(count), next(count);
+    products_.resize(count);
+    next_.resize(count);
     for (int64_t expert = 0, first = 0; expert < count; ++expert) {
-      if (rows[expert] == 0) continue;
-      products[expert] = static_cast<int64_t>(down_.size());
-      next[expert] = first;
-      first += rows[expert];
-      gate_up_.push_back({.matrix = experts_.gate_up[expert], .rows = rows[expert],
-                          .activated = true, .activation = experts_.activation});
-      down_.push_back({.matrix = experts_.down[expert], .rows = rows[expert]});
-      firsts_.push_back(next[expert]);
-      work_ += work_of(*experts_.gate_up[expert], rows[expert]);
+      const int64_t rows = rows_[expert];
+      if (rows == 0) continue;
+      products_[expert] = static_cast<int64_t>(down_.size());
+      next_[expert] = first;
+      first += rows;
+      gate_up_.push_back({.matrix = experts_->gate_up[expert], .rows = rows, .activated = true,
+                          .activation = experts_->activation});
+      down_.push_back({.matrix = experts_->down[expert], .rows = rows});
+      firsts_.push_back(next_[expert]);
+      work_ += work_of(*experts_->gate_up[expert], rows);
     }
     pairs_.resize(size);
     for (int64_t i = 0; i < size; ++i) {
-      const int64_t expert = routes_.ids[i], product = products[expert], at = next[expert]++;
+      const int64_t expert = routes_.ids[i], product = products_[expert], at = next_[expert]++;
       pairs_[at] = {i / routes_.top_k, routes_.shares[i], product, at - firsts_[product]};
     }
     places_.resize(size);
-    std::vector<int64_t> found(routes_.tokens);
+    found_.assign(routes_.tokens, 0);
     for (int64_t i = 0; i < size; ++i) {
       const int64_t token = pairs_[i].token;
-      places_[token * routes_.top_k + found[token]++] = i;
+      places_[token * routes_.top_k + found_[token]++] = i;
     }
   }
 
   // Gives the products their memory: rows of all pairs, one expert's after the other's.
   void place() {
-    static thread_local KeptMemory kept;
     const int64_t size = static_cast<int64_t>(pairs_.size());
-    const Matrix& one = *experts_.down.front();
+    const Matrix& one = *experts_->down.front();
     Rows x{}, gated{};
-    kept.lay_out([&](Slices& slices) {
+    memory_.lay_out([&](Slices& slices) {
       for (auto* products : {&gate_up_, &down_}) {
         for (Multiplication& product : *products) {
           product.round_into(slices.take(product.round_bytes()));
@@ -101,6 +112,7 @@ class Mixture {
       x = slices.rows(size, one.outputs(), one.type());
       gated = slices.rows(size, one.inputs(), one.type());
       results_ = slices.rows(size, one.outputs(), one.type());
+      shares_ = slices.take<Share>(size);
     });
     int64_t gate_up_end = 0, down_end = 0;
     for (size_t i = 0; i < down_.size(); ++i) {
@@ -126,29 +138,33 @@ class Mixture {
   void multiply(const std::vector<Multiplication>& products, const std::vector<int64_t>& ends,
                 int64_t item) const {
     const auto at = std::ranges::upper_bound(ends, item) - ends.begin();
-    products[at].run(kernels_, at == 0 ? item : item - ends[at - 1]);
+    products[at].run(*kernels_, at == 0 ? item : item - ends[at - 1]);
   }
 
   void add_up(int64_t token) const {
-    std::vector<Share> shares(routes_.top_k);
+    Share* const shares = shares_ + token * routes_.top_k;
     for (int64_t k = 0; k < routes_.top_k; ++k) {
       const int64_t place = places_[token * routes_.top_k + k];
       shares[k] = {pairs_[place].share, results_.row(place)};
     }
-    kernels_.combine(experts_.down.front()->type(), shares.data(), routes_.top_k, out_.row(token),
-                     experts_.down.front()->outputs());
+    const Matrix& one = *experts_->down.front();
+    kernels_->combine(one.type(), shares, routes_.top_k, out_.row(token), one.outputs());
   }
 
-  const PanelKernels& kernels_ = *chosen_isa().panel;
-  const Experts& experts_;
-  const Routes routes_;
-  const Rows x_, out_;
+  const PanelKernels* kernels_ = nullptr;
+  const Experts* experts_ = nullptr;
+  Routes routes_{};
+  Rows x_{}, out_{};
+  KeptMemory memory_;
+  std::vector<int64_t> rows_, products_, next_;  // of each expert: pairs, its product, its next pair
+  std::vector<int64_t> found_;                   // of each token, pairs so far
   std::vector<Pair> pairs_;
   std::vector<int64_t> places_;  // [tokens, top_k], the pairs of each token
   std::vector<Multiplication> gate_up_, down_;
   std::vector<int64_t> firsts_;  // the first pair of each product
   std::vector<int64_t> gate_up_ends_, down_ends_;  // items up to the end of each product
   Rows results_{};
+  Share* shares_ = nullptr;  // [tokens, top_k]
   int64_t work_ = 0;
 };
 
@@ -191,9 +207,10 @@ void route(const Tensor& scores, int64_t top_k, bool normalise, int64_t* ids, fl
 }
 
 void run_experts(const Experts& experts, const Routes& routes, Rows x, Rows out,
-                 const std::function<void(int64_t)>& done) {
+                 FunctionRef<void(int64_t)> done) {
   if (routes.tokens == 0) return;
-  Mixture(experts, routes, x, out).run(done);
+  thread_local Mixture mixture;
+  mixture.run(experts, routes, x, out, done);
 }
 
 }  // namespace weft

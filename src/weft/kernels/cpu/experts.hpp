@@ -2,9 +2,9 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <vector>
 
+#include "calls.hpp"
 #include "matrix.hpp"
 
 namespace weft {
@@ -35,6 +35,6 @@ void route(const Tensor& scores, int64_t top_k, bool normalise, int64_t* ids, fl
 // for all its tokens. Calls done(token) as soon as a token's sum is there. Throws std::out_of_range
 // for an expert that does not exist.
 void run_experts(const Experts& experts, const Routes& routes, Rows x, Rows out,
-                 const std::function<void(int64_t)>& done);
+                 FunctionRef<void(int64_t)> done);
 
 }  // namespace weft

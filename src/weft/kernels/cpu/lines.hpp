@@ -2,8 +2,10 @@
 // tile is all vectors.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <new>
 #include <vector>
 
@@ -37,6 +39,17 @@ using Lines = std::vector<T, LineAllocator<T>>;
 template <typename T>
 T* fit(Lines<T>& memory, int64_t size) {
   if (static_cast<int64_t>(memory.size()) < size) memory.resize(size);
+  return memory.data();
+}
+
+// The same without its content, which would be copied. It grows by half at least, so that memory for
+// something that grows bit by bit is seldom replaced.
+template <typename T>
+T* refit(Lines<T>& memory, int64_t size) {
+  if (const auto before = std::ssize(memory); before < size) {
+    memory = Lines<T>();
+    memory.resize(std::max(size, before + before / 2));
+  }
   return memory.data();
 }
 

@@ -15,6 +15,7 @@
 #include <string>
 
 #include "dispatch.hpp"
+#include "lines.hpp"
 #include "pool.hpp"
 
 namespace weft {
@@ -320,11 +321,10 @@ Matrix::Place Matrix::place_of(int64_t output) const {
   return {place / gated_columns, place % gated_columns + (output < half ? 0 : gated_columns)};
 }
 
-void Matrix::copy_row(int64_t output, char* to) const {
+void Matrix::copy_row(int64_t output, char* to, float* numbers) const {
   const auto [panel, column] = place_of(output);
   if (is_quantised(format_)) {
-    std::vector<float> numbers(inputs_);
-    quant_.read_column(panel, column, numbers.data());
+    quant_.read_column(panel, column, numbers);
     for (int64_t i = 0; i < inputs_; ++i) write_number(numbers[i], to, type_, i);
     return;
   }
@@ -449,8 +449,8 @@ void multiply(const Multiplication& given) {
   Multiplication call = given;
   const bool share = worth_sharing(work_of(*call.matrix, call.rows));
   if (share) call.cut(shared_pool().threads());
-  std::vector<char> memory(call.round_bytes());
-  call.round_into(memory.data());
+  thread_local Lines<char> memory;
+  call.round_into(refit(memory, call.round_bytes()));
   const PanelKernels& kernels = *chosen_isa().panel;
   const int64_t counts[] = {call.rounds() ? (call.rows + piece - 1) / piece : 0, call.items()};
   const auto body = [&](int phase, int64_t item) {
@@ -466,11 +466,15 @@ void multiply(const Multiplication& given) {
 
 void gather(const Matrix& matrix, const int64_t* outputs, int64_t count, Rows to) {
   constexpr int64_t piece = 8;
-  const auto body = [&](int64_t item) {
+  thread_local Lines<float> memory;
+  const int places = shared_pool().threads();
+  float* const numbers = refit(memory, places * matrix.inputs());
+  shared_pool().run_places(places, (count + piece - 1) / piece, [&](int place, int64_t item) {
     const int64_t end = std::min(count, (item + 1) * piece);
-    for (int64_t i = item * piece; i < end; ++i) matrix.copy_row(outputs[i], to.row(i));
-  };
-  shared_pool().run((count + piece - 1) / piece, body);
+    for (int64_t i = item * piece; i < end; ++i) {
+      matrix.copy_row(outputs[i], to.row(i), numbers + place * matrix.inputs());
+    }
+  });
 }
 
 }  // namespace weft

@@ -86,8 +86,8 @@ class Matrix {
   int64_t round_bytes(int64_t rows) const {
     return is_quantised(format_) ? QuantRows::bytes(quant_, rows) : 0;
   }
-  // Copies the weights of one output, in the matrix's own type.
-  void copy_row(int64_t output, char* to) const;
+  // Copies the weights of one output, in the matrix's own type; `numbers` [inputs] is used meanwhile.
+  void copy_row(int64_t output, char* to, float* numbers) const;
 
  private:
   // In memory of its own, or in `mapped`.

@@ -4,11 +4,10 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
-#include <functional>
 #include <iterator>
 #include <span>
-#include <utility>
 
+#include "calls.hpp"
 #include "lines.hpp"
 #include "matrix.hpp"
 #include "pool.hpp"
@@ -20,10 +19,10 @@ inline int64_t pieces(int64_t tokens) { return (tokens + piece - 1) / piece; }
 
 class Phases {
  public:
-  void add(int64_t items, std::function<void(int64_t)> body) {
+  void add(int64_t items, const ItemFunction& body) {
     if (items == 0) return;
     counts_[size_] = items;
-    bodies_[size_++] = std::move(body);
+    bodies_[size_++] = body;
   }
 
   // The body is called for each token.
@@ -55,7 +54,7 @@ class Phases {
  private:
   int size_ = 0;
   std::array<int64_t, Pool::max_phases> counts_;
-  std::array<std::function<void(int64_t)>, Pool::max_phases> bodies_;
+  std::array<ItemFunction, Pool::max_phases> bodies_;
 };
 
 // Cuts memory into slices that begin with a cache line each; without memory it counts what they need.
@@ -89,8 +88,7 @@ class KeptMemory {
   void lay_out(const Layout& layout) {
     Slices counted(nullptr);
     layout(counted);
-    if (std::ssize(memory_) < counted.used()) memory_ = Lines<char>();
-    Slices slices(fit(memory_, counted.used()));
+    Slices slices(refit(memory_, counted.used()));
     layout(slices);
   }
 

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <climits>
 #include <cstddef>
 #include <exception>
 #include <new>
@@ -80,8 +81,9 @@ class First {
 
 struct Pool::Job {
   std::span<const int64_t> counts;
-  const std::function<void(int, int64_t)>& body;
+  const FunctionRef<void(int, int64_t, int)> body;  // of a phase, an item, and a place
   const int shares;
+  const int places = INT_MAX;  // of the threads that take part: those before this one
   First<ShareState, max_shares> states{shares};
   First<GroupState, max_shares / group_shares> groups{(shares + group_shares - 1) / group_shares};
   GroupState whole{};
@@ -136,20 +138,27 @@ void Pool::resize(int threads, std::vector<int> cpus, std::vector<int> nodes) {
   stopping_ = false;
 }
 
-void Pool::run(int64_t count, const std::function<void(int64_t)>& body) {
-  const std::array counts{count};
-  run_job(counts, [&](int, int64_t item) { body(item); }, 1);
+void Pool::run(int64_t count, FunctionRef<void(int64_t)> body) {
+  const auto any_place = [&](int, int64_t item, int) { body(item); };
+  Job job{{&count, 1}, any_place, 1};
+  run_job(job);
 }
 
-void Pool::run_phases(std::span<const int64_t> counts,
-                      const std::function<void(int, int64_t)>& body) {
-  run_job(counts, body, std::min<int>(threads_, max_shares));
+void Pool::run_places(int places, int64_t count, FunctionRef<void(int, int64_t)> body) {
+  const auto one_phase = [&](int, int64_t item, int place) { body(place, item); };
+  Job job{{&count, 1}, one_phase, 1, places};
+  run_job(job);
 }
 
-void Pool::run_job(std::span<const int64_t> counts,
-                   const std::function<void(int, int64_t)>& body, int shares) {
+void Pool::run_phases(std::span<const int64_t> counts, FunctionRef<void(int, int64_t)> body) {
   if (counts.empty()) return;
-  Job job{counts, body, shares};
+  const auto any_place = [&](int phase, int64_t item, int) { body(phase, item); };
+  Job job{counts, any_place, std::min<int>(threads_, max_shares)};
+  run_job(job);
+}
+
+void Pool::run_job(Job& job) {
+  const auto counts = job.counts;
   const bool divisible = std::ranges::any_of(counts, [](int64_t count) { return count > 1; });
   Slot* const slot = divisible && threads_ > 1 ? post(job) : nullptr;
   work(job, 0);
@@ -225,7 +234,8 @@ void Pool::join(Slot& slot, int place) {
   if (slot.job.load(std::memory_order_relaxed) == nullptr) return;
   std::atomic<int>& users = slot.users[place / group_shares % user_groups].value;
   users.fetch_add(1);  // before the look at the job: its caller clears it and then looks here
-  if (Job* const job = slot.job.load(); job != nullptr) work(*job, place);
+  Job* const job = slot.job.load();
+  if (job != nullptr && place < job->places) work(*job, place);
   users.fetch_sub(1, std::memory_order_release);
 }
 
@@ -234,18 +244,18 @@ void Pool::work(Job& job, int place) {
   const int last = static_cast<int>(job.counts.size()) - 1, own = place % job.shares;
   for (int phase = 0; phase <= last; ++phase) {
     for (int i = 0; i < std::min(job.shares, neighbours); ++i) {
-      run_share(job, phase, (own + i) % job.shares);
+      run_share(job, phase, (own + i) % job.shares, place);
     }
     for (int i = 0; i < short_wait && !job.done(phase); ++i) pause();
     for (int i = neighbours; i < job.shares && !job.done(phase); ++i) {
-      run_share(job, phase, (own + i) % job.shares);
+      run_share(job, phase, (own + i) % job.shares, place);
     }
     if (phase < last) spin_until([&] { return job.done(phase); });
   }
 }
 
 // Runs items of a share until none is left.
-void Pool::run_share(Job& job, int phase, int share) {
+void Pool::run_share(Job& job, int phase, int share, int place) {
   const int64_t begin = job.begin(phase, share), count = job.begin(phase, share + 1) - begin;
   std::atomic<int64_t>& taken = job.states[share].taken[phase];
   int64_t mine = 0;
@@ -255,7 +265,7 @@ void Pool::run_share(Job& job, int phase, int share) {
     ++mine;
     if (job.failed.load(std::memory_order_relaxed)) continue;
     try {
-      job.body(phase, begin + item);
+      job.body(phase, begin + item, place);
     } catch (...) {
       if (!job.failed.exchange(true)) job.error = std::current_exception();
     }

@@ -5,11 +5,12 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
-#include <functional>
 #include <mutex>
 #include <span>
 #include <thread>
 #include <vector>
+
+#include "calls.hpp"
 
 namespace weft {
 
@@ -36,13 +37,16 @@ class Pool {
   void resize(int threads, std::vector<int> cpus = {}, std::vector<int> nodes = {});
   // Calls body(item) once for each item in [0, count) and returns when all are done. Throws the
   // first exception that a body threw.
-  void run(int64_t count, const std::function<void(int64_t)>& body);
+  void run(int64_t count, FunctionRef<void(int64_t)> body);
+  // The same as body(place, item) by at most so many threads, each at a place of its own in [0, places):
+  // memory of a place is used by one item at a time.
+  void run_places(int places, int64_t count, FunctionRef<void(int, int64_t)> body);
   // The same for phases of counts[0], counts[1] ... items: body(phase, item). All items of a phase
   // are done before the next begins. After an exception the items that are left are not run. Here
   // a thread begins with a share of neighbouring items, of equal calls always the same one, and
   // then helps out others; items of `run` begin in their order.
   void run_phases(std::span<const int64_t> counts,
-                  const std::function<void(int, int64_t)>& body);
+                  FunctionRef<void(int, int64_t)> body);
 
  private:
   struct Job;
@@ -60,8 +64,7 @@ class Pool {
     std::array<Users, user_groups> users{};
   };
 
-  void run_job(std::span<const int64_t> counts, const std::function<void(int, int64_t)>& body,
-               int shares);
+  void run_job(Job& job);
   Slot* post(Job& job);
   static void withdraw(Slot& slot);
   void start_helpers();
@@ -70,7 +73,7 @@ class Pool {
   void sleep(uint64_t seen);
   static void join(Slot& slot, int place);
   static void work(Job& job, int place);
-  static void run_share(Job& job, int phase, int share);
+  static void run_share(Job& job, int phase, int share, int place);
 
   std::mutex mutex_;
   std::condition_variable wake_;

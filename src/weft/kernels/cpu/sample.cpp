@@ -9,9 +9,11 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <span>
 #include <vector>
 
 #include "dispatch.hpp"
+#include "phases.hpp"
 #include "pool.hpp"
 
 namespace weft {
@@ -36,27 +38,49 @@ struct Kept {
   int64_t count;
 };
 
+// What a row of so many logits needs meanwhile.
+struct Scratch {
+  float* found;     // [size + 1]: each weight is written, then perhaps overwritten
+  float* peaks;     // [blocks of kPeakBlock]
+  double* sums;     // [blocks of kSumBlock]
+  double* masses;   // [kBuckets]
+  int64_t* counts;  // [kBuckets]
+
+  static Scratch of(Slices& slices, int64_t size) {
+    return {slices.take<float>(size + 1), slices.take<float>((size + kPeakBlock - 1) / kPeakBlock),
+            slices.take<double>((size + kSumBlock - 1) / kSumBlock),
+            slices.take<double>(kBuckets), slices.take<int64_t>(kBuckets)};
+  }
+};
+
 class Row {
  public:
-  Row(float* weights, int64_t size) : weights_(weights), size_(size), scan_(*chosen_isa().scan) {}
+  Row(float* weights, int64_t size, const Scratch& scratch)
+      : weights_(weights), size_(size), scratch_(scratch), scan_(*chosen_isa().scan) {}
 
   int64_t draw(double number);
   void filter(const Settings& asked);
 
  private:
   Kept last_kept(int64_t top_k, double top_p);
-  std::vector<float> largest(int64_t count);
-  std::vector<float> at_least(float least);
+  std::span<float> largest(int64_t count);
+  std::span<float> at_least(float least);
+  std::span<const double> sum_blocks();
 
   float* const weights_;
   const int64_t size_;
+  const Scratch& scratch_;
   const ScanKernels& scan_;
 };
 
+std::span<const double> Row::sum_blocks() {
+  scan_.sum_blocks(weights_, size_, scratch_.sums);
+  return {scratch_.sums, static_cast<size_t>((size_ + kSumBlock - 1) / kSumBlock)};
+}
+
 // The index on which a number in [0, 1) falls when every index has its weight.
 int64_t Row::draw(double number) {
-  std::vector<double> sums((size_ + kSumBlock - 1) / kSumBlock);
-  scan_.sum_blocks(weights_, size_, sums.data());
+  const std::span<const double> sums = sum_blocks();
   double total = 0.0;
   for (double sum : sums) total += sum;
   // Below the total, whatever rounding does.
@@ -97,7 +121,7 @@ void Row::filter(const Settings& asked) {
 
 // What top-k and top-p keep.
 Kept Row::last_kept(int64_t top_k, double top_p) {
-  std::vector<float> rest;  // candidates for the last one kept
+  std::span<float> rest;  // candidates for the last one kept
   double total = 0.0;
   if (top_k > 0 && top_k < size_) {
     rest = largest(top_k);
@@ -105,9 +129,7 @@ Kept Row::last_kept(int64_t top_k, double top_p) {
     std::sort(rest.begin(), rest.end(), std::greater<>());
     for (float weight : rest) total += weight;
   } else {
-    std::vector<double> sums((size_ + kSumBlock - 1) / kSumBlock);
-    scan_.sum_blocks(weights_, size_, sums.data());
-    for (double sum : sums) total += sum;
+    for (double sum : sum_blocks()) total += sum;
     // Tokens below (1 - top_p) / V of the mass are less than 1 - top_p together; half, to be safe.
     const double low = (1.0 - top_p) * total / static_cast<double>(size_) / 2.0;
     rest = at_least(static_cast<float>(low));
@@ -116,8 +138,10 @@ Kept Row::last_kept(int64_t top_k, double top_p) {
   double mass = 0.0;  // of tokens likelier than all of the rest
   int64_t count = 0;
   if (static_cast<int64_t>(rest.size()) > kSortedAtOnce) {
-    std::vector<double> masses(kBuckets);
-    std::vector<int64_t> counts(kBuckets);
+    double* const masses = scratch_.masses;
+    int64_t* const counts = scratch_.counts;
+    std::fill_n(masses, kBuckets, 0.0);
+    std::fill_n(counts, kBuckets, 0);
     const auto bucket_of = [](float x) { return std::bit_cast<uint32_t>(x) >> kBucketShift; };
     for (float weight : rest) {
       masses[bucket_of(weight)] += weight;
@@ -130,7 +154,9 @@ Kept Row::last_kept(int64_t top_k, double top_p) {
       count += counts[bucket];
       left -= counts[bucket--];
     }
-    std::erase_if(rest, [&](float x) { return bucket_of(x) != bucket; });
+    const auto others =
+        std::ranges::remove_if(rest, [&](float x) { return bucket_of(x) != bucket; });
+    rest = rest.first(rest.size() - others.size());
   }
   std::sort(rest.begin(), rest.end(), std::greater<>());
   size_t kept = 0;
@@ -141,25 +167,24 @@ Kept Row::last_kept(int64_t top_k, double top_p) {
 }
 
 // The `count` largest weights, the smallest of them last.
-std::vector<float> Row::largest(int64_t count) {
+std::span<float> Row::largest(int64_t count) {
   // So many blocks have a weight that is at least the count-th of their largest ones.
-  std::vector<float> peaks((size_ + kPeakBlock - 1) / kPeakBlock);
+  const int64_t blocks = (size_ + kPeakBlock - 1) / kPeakBlock;
   float least = 0.0f;
-  if (count <= static_cast<int64_t>(peaks.size())) {
-    scan_.peaks(weights_, size_, peaks.data());
-    std::nth_element(peaks.begin(), peaks.begin() + count - 1, peaks.end(), std::greater<>());
+  if (count <= blocks) {
+    float* const peaks = scratch_.peaks;
+    scan_.peaks(weights_, size_, peaks);
+    std::nth_element(peaks, peaks + count - 1, peaks + blocks, std::greater<>());
     least = peaks[count - 1];
   }
-  std::vector<float> found = at_least(least);
+  const std::span<float> found = at_least(least);
   std::nth_element(found.begin(), found.begin() + count - 1, found.end(), std::greater<>());
-  found.resize(count);
-  return found;
+  return found.first(count);
 }
 
-std::vector<float> Row::at_least(float least) {
-  std::vector<float> found(size_ + 1);  // each weight is written, then perhaps overwritten
-  found.resize(scan_.gather(weights_, size_, least, found.data()));
-  return found;
+std::span<float> Row::at_least(float least) {
+  const int64_t number = scan_.gather(weights_, size_, least, scratch_.found);
+  return {scratch_.found, static_cast<size_t>(number)};
 }
 
 }  // namespace
@@ -172,7 +197,15 @@ const std::vector<std::string>& settings() {
 }
 
 void sample(const Choice& choice) {
-  shared_pool().run(choice.rows, [&](int64_t row) {
+  thread_local KeptMemory kept;
+  thread_local std::vector<Scratch> places;  // of the threads of this call
+  places.resize(std::max<size_t>(places.size(), shared_pool().threads()));
+  kept.lay_out([&](Slices& slices) {
+    for (Scratch& place : places) place = Scratch::of(slices, choice.size);
+  });
+  const std::span<const Scratch> scratch = places;
+  const auto most = static_cast<int>(scratch.size());
+  shared_pool().run_places(most, choice.rows, [&](int place, int64_t row) {
     const ScanKernels& scan = *chosen_isa().scan;
     Settings asked;
     std::memcpy(&asked, choice.settings + row * static_cast<int64_t>(settings().size()), sizeof asked);
@@ -189,7 +222,7 @@ void sample(const Choice& choice) {
     const float temperature =
         std::max(static_cast<float>(asked.temperature), std::numeric_limits<float>::min());
     scan.weigh(logits, choice.size, peak.value, temperature);
-    Row weights(logits, choice.size);
+    Row weights(logits, choice.size, scratch[place]);
     weights.filter(asked);
     choice.tokens[row] = weights.draw(choice.draws[row]);
   });
