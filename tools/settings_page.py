@@ -6,7 +6,13 @@ from typing import Any
 
 from weft.attend.options import PlaceOptions
 from weft.batch.options import BatchOptions
-from weft.bench.options import InterfereBench, KernelsBench, ServeBench, ThroughputBench
+from weft.bench.options import (
+    EnergyBench,
+    InterfereBench,
+    KernelsBench,
+    ServeBench,
+    ThroughputBench,
+)
 from weft.core.config import EngineConfig
 from weft.core.settings import Setting, settings_of
 from weft.core.types import DEFAULT_CLASSES, SamplingParams
@@ -74,6 +80,7 @@ def page() -> str:
         + table("`weft batch` (beside those of the engine)", BatchOptions)
         + table("`weft bench serve`", ServeBench)
         + table("`weft bench throughput` (beside those of the engine)", ThroughputBench)
+        + table("`weft bench energy` (beside those of `weft bench serve`)", EnergyBench)
         + table("`weft bench interfere` (beside those of the engine)", InterfereBench)
         + table("`weft bench kernels`", KernelsBench)
         + table("`weft profile` (beside those of the engine)", ProfileOptions)

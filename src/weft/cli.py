@@ -233,22 +233,15 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench_args(bench: argparse.ArgumentParser) -> None:
-    from weft.bench.options import InterfereBench, KernelsBench, ServeBench, ThroughputBench
+    from weft.bench_command import BENCHES
 
-    some = "serve|throughput|interfere|kernels"
-    kinds = bench.add_subparsers(dest="kind", required=True, metavar=some)
-    for name, declared_by, run, text in (
-        ("serve", ServeBench, _bench_serve, "put load on any server with OpenAI's API"),
-        ("throughput", ThroughputBench, _bench_throughput, "tokens a second of an engine"),
-        ("interfere", InterfereBench, _bench_interfere, "the loop with neighbours on its core"),
-        ("kernels", KernelsBench, _bench_kernels, "each kernel against what the machine can do"),
-    ):
+    kinds = bench.add_subparsers(dest="kind", required=True, metavar="|".join(BENCHES))
+    for name, (declared, run, text) in BENCHES.items():
         parser = kinds.add_parser(name, help=text, usage=f"weft bench {name} [settings]")
         parser.set_defaults(run=run, parser=parser)
         parser.add_argument("--config", metavar="FILE", help="YAML file with the same names")
-        add_settings(parser, "benchmark", declared_by)
-        if name in ("throughput", "interfere"):
-            add_settings(parser, "engine", EngineConfig)
+        for title, declared_by in declared.items():
+            add_settings(parser, title, declared_by)
 
 
 def _profile_args(profile: argparse.ArgumentParser) -> None:
@@ -341,94 +334,6 @@ def _chat(options: dict[str, Any]) -> int:
     settings = {name: options[name] for name in CHAT_SAMPLING if name in options}
     client = ChatClient(options["url"], options["model"], options["api_key"], settings)
     return run_chat(client, options["system"])
-
-
-# -- bench --------------------------------------------------------------------------------------
-
-
-def _bench_serve(options: dict[str, Any]) -> int:
-    from weft.bench.options import ServeBench
-    from weft.bench.report import format_serve
-    from weft.bench.serve import bench_serve
-    from weft.core.results import check_output, write_json
-    from weft.workload.plots import check_plots, plot_loads
-
-    (settings,) = given_settings(options, ServeBench)
-    bench = ServeBench(**settings)
-    if bench.samples and bench.output is None:
-        raise ConfigError("--samples are written into the file of --output FILE.", param="samples")
-    check_output(bench.output)
-    check_plots(bench.plots)
-    result = bench_serve(bench)
-    print(format_serve(result))
-    if bench.output is not None:
-        write_json(bench.output, result)
-    if bench.plots is not None:
-        plot_loads(result, bench.plots)
-    return 0 if all(run["completed"] for run in result["runs"]) else EXIT_ERROR
-
-
-def _bench_throughput(options: dict[str, Any]) -> int:
-    from weft.bench.options import ThroughputBench
-    from weft.bench.report import format_throughput
-    from weft.bench.throughput import bench_throughput
-    from weft.core.results import check_output, write_json
-
-    bench_settings, engine_settings = given_settings(options, ThroughputBench, EngineConfig)
-    bench = ThroughputBench(**bench_settings)
-    check_output(bench.output)
-    EngineConfig.from_mapping(engine_settings)
-    from weft.engine.llm import LLM
-
-    with LLM(**engine_settings) as llm:
-        result = bench_throughput(llm, llm.config.model, llm.served.vocab_size, bench)
-    print(format_throughput(result))
-    if bench.output is not None:
-        write_json(bench.output, result)
-    return 0
-
-
-def _bench_interfere(options: dict[str, Any]) -> int:
-    from weft.bench.interfere import bench_interfere, control_cpu
-    from weft.bench.options import InterfereBench
-    from weft.bench.report import format_interfere
-    from weft.core.results import check_output, write_json
-
-    bench_settings, engine_settings = given_settings(options, InterfereBench, EngineConfig)
-    bench = InterfereBench(**bench_settings)
-    check_output(bench.output)
-    config = EngineConfig.from_mapping(engine_settings)
-    from weft.engine.driven import driven_engines
-
-    with control_cpu() as cpu, driven_engines(config) as (loops, stamps):
-        result = bench_interfere(loops, stamps, config.model, cpu, bench)
-    print(format_interfere(result))
-    if bench.output is not None:
-        write_json(bench.output, result)
-    return 0
-
-
-def _bench_kernels(options: dict[str, Any]) -> int:
-    from weft.bench.kernels import bench_kernels, format_kernels
-    from weft.bench.options import KernelsBench
-    from weft.core.results import check_output, write_json
-
-    (settings,) = given_settings(options, KernelsBench)
-    bench = KernelsBench(**settings)
-    check_output(bench.output)
-    from weft.core.errors import KernelError
-    from weft.engine.machine import cpu_name
-    from weft.kernels import measure
-    from weft.kernels.unavailable import KernelUnavailable
-
-    try:
-        result = bench_kernels(measure, bench, cpu_name())
-    except KernelUnavailable as error:
-        raise KernelError(str(error)) from error
-    print(format_kernels(result))
-    if bench.output is not None:
-        write_json(bench.output, result)
-    return 0
 
 
 def _profile(options: dict[str, Any]) -> int:

@@ -41,6 +41,20 @@ def test_serve_measures_a_real_server(server, tmp_path):
     assert "TTFT" in done.stdout
 
 
+def test_energy_tells_engine_and_request_plane_apart(server, tmp_path):
+    file = tmp_path / "result.json"
+    done = bench(
+        "energy", "--url", server.url, "--requests", "6", "--rate", "20", "--output-tokens", "20",
+        "--rest-s", "0.2", "--output", str(file),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (run,) = json.loads(file.read_text())["runs"]
+    planes = {name: found["cpu_s"] for name, found in run["server"]["planes"].items()}
+    assert planes["engine"] > 0
+    assert planes["request plane"] > 0
+    assert "joules/token" in done.stdout
+
+
 def test_throughput_measures_an_engine(tmp_path):
     file = tmp_path / "result.json"
     done = bench(
@@ -51,6 +65,7 @@ def test_throughput_measures_an_engine(tmp_path):
     assert done.returncode == 0, done.stderr
     result = json.loads(file.read_text())
     assert result["decode_tokens_per_s"]["median"] > 0
+    assert result["cpu_s_per_output_token"]["median"] > 0
     assert "decode tokens/s" in done.stdout
 
 
@@ -105,7 +120,7 @@ def test_loops_that_are_interrupted_end_at_once():
         (["interfere", "--neighbours", "noise"], "There is no neighbour 'noise'"),
         (["interfere", "--kernels", "reference"], "no resident loop to measure"),
         (["interfere", "--input-tokens", "100000"], "the context takes"),
-        ([], "serve|throughput|interfere|kernels"),
+        ([], "serve|energy|throughput|interfere|kernels"),
     ],
 )
 def test_wrong_uses(call, arguments, word):

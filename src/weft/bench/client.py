@@ -18,6 +18,21 @@ CONNECT_TIMEOUT_S = 30.0
 _SHOWN_CHARS = 200
 
 
+def server_address(url: str) -> tuple[str, int]:
+    """Host and port of a server's URL. Raises ConfigError for one that is none."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+        host = (parts.hostname or "").encode("idna").decode()
+    except ValueError:
+        parts, port, host = urlsplit(""), None, ""
+    if parts.scheme not in ("http", "https") or not host:
+        raise ConfigError(
+            f"'{url}' is not a server's address, such as http://127.0.0.1:8000.", param="url"
+        )
+    return host, port or (443 if parts.scheme == "https" else 80)
+
+
 def _ignore(*_: object) -> None:
     """Nobody wants to know."""
 
@@ -122,18 +137,9 @@ class LoadClient:
     """
 
     def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
-        try:
-            parts = urlsplit(url)
-            port = parts.port
-            host = (parts.hostname or "").encode("idna").decode()
-        except ValueError:
-            parts, port, host = urlsplit(""), None, ""
-        if parts.scheme not in ("http", "https") or not host:
-            raise ConfigError(
-                f"'{url}' is not a server's address, such as http://127.0.0.1:8000.", param="url"
-            )
+        self._host, self._port = server_address(url)
+        parts = urlsplit(url)
         self._secure = parts.scheme == "https"
-        self._host, self._port = host, port or (443 if self._secure else 80)
         path = parts.path.rstrip("/")
         self._path = path if path.endswith("/v1") else path + "/v1"
         self.address = f"{parts.scheme}://{parts.netloc}{self._path}"

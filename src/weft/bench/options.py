@@ -116,6 +116,14 @@ class ServeBench:
         "float", 600.0, "seconds after which a request has failed", low=0, above=True
     )
     seed: int = setting("int", 0, "seed of arrivals, lengths and prompts", low=0, high=2**63 - 1)
+    server_pids: tuple[int, ...] = setting(
+        "ints",
+        (),
+        "processes whose CPU time is the server's, with all that they have started; none takes "
+        "those that listen at its address",
+        low=0,
+        high=64,
+    )
     output: str | None = setting("path", None, "file for the result as JSON")
     samples: bool = setting("bool", False, "write every request's figures into the JSON, too")
     plots: str | None = setting("path", None, "folder for plots; needs weft[bench]")
@@ -152,6 +160,23 @@ class ServeBench:
     @property
     def has_slo(self) -> bool:
         return any((self.slo_ttft_ms, self.slo_tpot_ms, self.slo_e2e_ms))
+
+
+@dataclass(frozen=True, slots=True)
+class EnergyBench:
+    """Settings of ``weft bench energy``, beside those of the load, which are ``ServeBench``."""
+
+    rest_s: float = setting(
+        "float",
+        3.0,
+        "seconds in which the server is measured at rest, before",
+        low=0,
+        high=3600,
+    )
+
+    def __post_init__(self) -> None:
+        with config_errors():
+            check_settings(self)
 
 
 @dataclass(frozen=True, slots=True)

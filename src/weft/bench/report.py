@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from weft.bench.meters import NOT_MEASURED
 from weft.workload.tables import latencies, sweep_lines, table
 
 BUSY, LATE_MS = 0.7, 20.0  # from here on the client may be what is measured
@@ -32,6 +33,14 @@ def _remarks(run: Mapping[str, Any]) -> Iterator[str]:
         f"at {run['load']:g}: the client used {share:.0%} of a core; 99% of requests were sent "
         f"within {late:.1f} ms of their time"
     )
+    server = run["server"]
+    if NOT_MEASURED in server:
+        yield f"at {run['load']:g}: CPU time of the server not measured: {server[NOT_MEASURED]}"
+    elif server["cpu_s_per_output_token"] is not None:
+        yield (
+            f"at {run['load']:g}: the server used {server['cores']:.2f} cores, "
+            f"{1e3 * server['cpu_s_per_output_token']:.3f} ms of CPU time for each output token"
+        )
     if share > BUSY or late > LATE_MS:
         yield f"at {run['load']:g}: WARNING: the client may be the bottleneck"
 
@@ -47,6 +56,7 @@ def format_throughput(result: Mapping[str, Any]) -> str:
         ("first_token_s", "first token s"),
         ("all_first_tokens_s", "all first tokens s"),
         ("seconds", "all tokens s"),
+        ("cpu_s_per_output_token", "CPU s/output token"),
     ):
         values = result[key]
         if values is not None:

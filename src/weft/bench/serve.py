@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import sys
 import time
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import asdict
 from typing import Any
 
@@ -14,8 +16,9 @@ import uvloop
 from tqdm import tqdm
 
 from weft.bench.asking import ask
-from weft.bench.client import LoadClient, first_model
+from weft.bench.client import LoadClient, first_model, server_address
 from weft.bench.load import Load, Stop
+from weft.bench.meters import SAMPLE_S, CpuMeter, Meter, find_processes
 from weft.bench.options import DEFAULT_REQUESTS, ServeBench
 from weft.bench.prompts import PromptMaker
 from weft.bench.stats import Outcome, Slo, summarise
@@ -29,20 +32,29 @@ from weft.workload.trace import Arrival, read_trace
 CALIBRATION_WORDS = (64, 192)
 
 
-def bench_serve(options: ServeBench) -> dict[str, Any]:
+def bench_serve(options: ServeBench, meters: Seq[Meter] | None = None) -> dict[str, Any]:
     """Run all loads and return the result, as it is written as JSON.
 
+    Args:
+        meters: of what each load costs beside time; CPU time, where it can be read, if None.
+
     Raises:
-        WeftError: no server, a wrong trace, or a server that refuses the very first request.
+        WeftError: no server, a wrong trace, no process of ``server_pids``, or a server that refuses
+            the very first request.
     """
     arrivals = None if options.trace is None else read_trace(options.trace)
-    return uvloop.run(_Bench(options, arrivals).run())
+    if meters is None:
+        meters = [CpuMeter(find_processes(*server_address(options.url), options.server_pids))]
+    return uvloop.run(_Bench(options, arrivals, meters).run())
 
 
 class _Bench:
-    def __init__(self, options: ServeBench, arrivals: list[Arrival] | None) -> None:
+    def __init__(
+        self, options: ServeBench, arrivals: list[Arrival] | None, meters: Seq[Meter]
+    ) -> None:
         self.options = options
         self.arrivals = arrivals
+        self.meters = meters
         key = options.api_key or os.environ.get("OPENAI_API_KEY")
         self.client = LoadClient(options.url, key, options.timeout_s)
         self.body: dict[str, Any] = {
@@ -102,21 +114,34 @@ class _Bench:
                 bar.update()
 
             runner = Load(lambda number, due: self._ask(number, due, runner.started), stop, done)
+            for meter in self.meters:
+                meter.start()
+            looking = asyncio.create_task(self._look())
             cpu, started = time.process_time(), time.perf_counter()
             if options.arrivals == "closed":
                 outcomes = await runner.closed_loop(int(load))
             else:
                 outcomes = await runner.open_loop(self._times(load))
-            cpu_share = (time.process_time() - cpu) / (time.perf_counter() - started)
+            cpu, taken = time.process_time() - cpu, time.perf_counter() - started
+            looking.cancel()
         figures = summarise(outcomes, self.slo if options.has_slo else None)
+        tokens = figures["output_tokens"]
         client = {
-            "cpu_share": cpu_share,
+            "cpu_share": cpu / taken,
+            "cpu_s_per_output_token": cpu / tokens if tokens else None,
             "late_ms": percentiles_ms([outcome.sent_s - outcome.due_s for outcome in outcomes]),
         }
         result = {"load": load, "unit": unit, **figures, "client": client}
+        result |= {meter.key: meter.end(taken, tokens) for meter in self.meters}
         if options.samples:
             result["samples"] = [asdict(outcome) for outcome in outcomes]
         return result
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(SAMPLE_S)
+            for meter in self.meters:
+                meter.look()
 
     def _requests(self) -> int | None:
         if self.arrivals is not None:

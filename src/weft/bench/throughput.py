@@ -69,13 +69,15 @@ def _run(
     began: dict[int, float] = {}
     count = 0
     after_first = 0  # tokens that came before every prompt had its first
-    started = now = time.perf_counter()
+    started, cpu = time.perf_counter(), time.process_time()
+    now = started
     for index, _ in engine.token_iter(prompts, params):
         now = time.perf_counter()
         count += 1
         if index not in began:
             began[index] = now - started
             after_first = count
+    cpu = time.process_time() - cpu
     seconds, all_first = now - started, max(began.values())
     decoding = seconds - all_first
     return {
@@ -85,6 +87,7 @@ def _run(
         "prefill_tokens_per_s": sum(map(len, prompts)) / all_first,
         "decode_tokens_per_s": (count - after_first) / decoding if count > after_first else None,
         "output_tokens_per_s": count / seconds,
+        "cpu_s_per_output_token": cpu / count,  # of this process, for the prompts, too
     }
 
 
