@@ -42,7 +42,7 @@ from weft.server.counts import create_board
 from weft.server.keeper import FrontendKeeper
 from weft.server.listen import listen
 from weft.server.options import ServerOptions
-from weft.supervise import _frontend_settings
+from weft.supervise import frontend_settings
 
 CLIENTS, TOKENS, VOCAB, MAX_LEN = 64, 1500, 4096, 2048
 GOAL_TOKENS_PER_S = 60_000
@@ -173,7 +173,7 @@ def request_plane(options: ServerOptions, rate: float) -> Iterator[tuple[int, in
         ring = create_ring()
         command = [sys.executable, STREAM, "--engine", str(ring), "--rate", str(rate)]
         engine = subprocess.Popen(command, pass_fds=ring.pass_fds)
-        settings = _frontend_settings(EngineConfig(), options)
+        settings = frontend_settings(EngineConfig(), options)
         card, write_end = os.pipe()
         keeper = FrontendKeeper(0, settings, ring, listener, create_board(1), None, math.inf)
         frontend = keeper._start(card, announce=False)

@@ -17,6 +17,7 @@ from weft.core.config import EngineConfig
 from weft.core.settings import Setting, settings_of
 from weft.core.types import DEFAULT_CLASSES, SamplingParams
 from weft.cost.options import ProfileOptions
+from weft.server.frontend_options import FrontendOptions
 from weft.server.options import ServerOptions
 from weft.sim.options import SimOptions
 
@@ -84,6 +85,7 @@ def page() -> str:
         + table("`weft bench interfere` (beside those of the engine)", InterfereBench)
         + table("`weft bench kernels`", KernelsBench)
         + table("`weft profile` (beside those of the engine)", ProfileOptions)
+        + table("`weft frontend` (beside those of the server)", FrontendOptions)
         + table("`weft attend`", PlaceOptions)
         + table("`weft sim`", SimOptions)
     )

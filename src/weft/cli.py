@@ -12,7 +12,6 @@ try:
     import sys
     from collections.abc import Callable
     from collections.abc import Sequence as Seq
-    from pathlib import Path
     from typing import Any, NoReturn
 
     from weft import __version__
@@ -27,7 +26,10 @@ except KeyboardInterrupt:  # Ctrl-C before main() can catch it
 
 _OF_GENERATE = "[PROMPT | --file FILE] [settings]"
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
-EARLY = ("weft.engine.process", "weft.server.process")  # of a server
+EARLY = {  # processes that a command starts first
+    "serve": ("weft.engine.process", "weft.server.process"),
+    "frontend": ("weft.server.process",),
+}
 CHAT_SAMPLING = ("temperature", "top_p", "max_tokens", "seed", "stop")
 
 
@@ -58,10 +60,10 @@ def main(arguments: Seq[str] | None = None) -> NoReturn:
     chosen = next((word for word in words if not word.startswith("-")), None)
     start = None
     try:
-        if arguments is None and chosen == "serve" and not {"-h", "--help"} & set(words):
+        if arguments is None and chosen in EARLY and not {"-h", "--help"} & set(words):
             from weft.core.early import fork_early
 
-            start = fork_early(EARLY)
+            start = fork_early(EARLY[chosen][: 1 if "--engine-only" in words else 2])
         _set_up_output()
         options = vars(_parser(chosen, first=words[:1] == [chosen]).parse_args(words))
         options["start"] = start
@@ -114,6 +116,11 @@ def _commands() -> dict[str, tuple[Callable[[argparse.ArgumentParser], None], st
     """What declares the arguments of each command, its line of help, and its usage."""
     return {
         "serve": (_serve_args, "serve a model over HTTP with OpenAI's API", "[MODEL] [settings]"),
+        "frontend": (
+            _frontend_args,
+            "serve HTTP for an engine on another machine",
+            "--ring HOST:PORT [--ring-key-file FILE] [settings]",
+        ),
         "chat": (_chat_args, "talk to a server in the terminal", "[--url URL] [settings]"),
         "bench": (_bench_args, "measure a server, an engine or its kernels", None),
         "sim": (_sim_args, "run a scheduler on simulated hardware", "[settings]"),
@@ -169,6 +176,13 @@ def _serve_args(serve: argparse.ArgumentParser) -> None:
 
     add_settings(serve, "server", ServerOptions)
     add_settings(serve, "engine", EngineConfig)
+
+
+def _frontend_args(frontend: argparse.ArgumentParser) -> None:
+    from weft.frontend import add_arguments, run_command
+
+    frontend.set_defaults(run=run_command, parser=frontend)
+    add_arguments(frontend)
 
 
 def _chat_args(chat: argparse.ArgumentParser) -> None:
@@ -246,8 +260,9 @@ def _bench_args(bench: argparse.ArgumentParser) -> None:
 
 def _profile_args(profile: argparse.ArgumentParser) -> None:
     from weft.cost.options import ProfileOptions
+    from weft.profile_command import run_profile
 
-    profile.set_defaults(run=_profile, parser=profile)
+    profile.set_defaults(run=run_profile, parser=profile)
     profile.add_argument("--config", metavar="FILE", help="YAML file with the same names")
     add_settings(profile, "profile", ProfileOptions)
     add_settings(profile, "engine", EngineConfig)
@@ -310,8 +325,12 @@ def _serve(options: dict[str, Any]) -> int:
     from weft.supervise import serve
 
     server_settings, engine_settings = given_settings(options, ServerOptions, EngineConfig)
-    start = options["start"] or start_child
-    return serve(engine_settings, ServerOptions(**server_settings), start)
+    chosen = ServerOptions(**server_settings)
+    if chosen.engine_only:
+        from weft.engine_only import check_engine_only
+
+        check_engine_only(server_settings)
+    return serve(engine_settings, chosen, options["start"] or start_child)
 
 
 def _batch(options: dict[str, Any]) -> int:
@@ -334,32 +353,6 @@ def _chat(options: dict[str, Any]) -> int:
     settings = {name: options[name] for name in CHAT_SAMPLING if name in options}
     client = ChatClient(options["url"], options["model"], options["api_key"], settings)
     return run_chat(client, options["system"])
-
-
-def _profile(options: dict[str, Any]) -> int:
-    from weft.core.results import check_folder
-    from weft.cost.fit import profile_path
-    from weft.cost.options import ProfileOptions
-    from weft.cost.profile_report import format_report
-    from weft.engine.profiling import profile_engine, profiled_config
-
-    profile_settings, engine_settings = given_settings(options, ProfileOptions, EngineConfig)
-    chosen = ProfileOptions(**profile_settings)
-    config = profiled_config(engine_settings)
-    if chosen.tune:
-        from weft.engine.tuning import tune_kernels
-
-        print(f"written to {tune_kernels(config)}")
-        return 0
-    if config.profile is not None:
-        check_folder(str(Path(config.profile).parent), "profile")
-    key, fitted, report = profile_engine(config, chosen)
-    path = profile_path(key, config.profile)
-    fitted.save(path, report)
-    print(json.dumps(report, indent=2) if chosen.json else format_report(report, key))
-    if not chosen.json:
-        print(f"written to {path}")
-    return 0
 
 
 def _cache(options: dict[str, Any]) -> int:

@@ -10,11 +10,11 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from weft.core.config import EngineConfig
 from weft.core.early import Starter
@@ -31,7 +31,6 @@ from weft.core.process import (
 if TYPE_CHECKING:
     from weft.engine.keeper import EngineKeeper
     from weft.server.batch_keeper import BatchKeeper
-    from weft.server.keeper import FrontendKeeper
     from weft.server.options import ServerOptions
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -41,6 +40,23 @@ REAP_AFTER_S = 1.0  # from the death of a child; who waits for it is to come fir
 GRACE_S = 5.0  # to end what is open with an error, until the request planes are killed
 
 logger = logging.getLogger("weft")
+
+
+class KeptProcess(Protocol):
+    """What a keeper of a process offers to the supervisor."""
+
+    @property
+    def pid(self) -> int:
+        """Of the process that is there or was last; 0 if there has been none."""
+
+    async def run(self) -> None:
+        """Keep the process running until ``end``, and wait until it has ended."""
+
+    def end(self) -> None:
+        """Ask it to finish what is open and end; a second time, to end at once."""
+
+    def kill(self) -> None:
+        """End it without asking."""
 
 
 def serve(settings: Mapping[str, Any], options: ServerOptions, start: Starter = start_child) -> int:
@@ -57,14 +73,18 @@ def serve(settings: Mapping[str, Any], options: ServerOptions, start: Starter = 
     set_up_logs("supervisor", log_level(config.log_level), config.log_format)
     set_process_title("weft")
     raise_file_limit()
-    options = _fit_file_limit(options)
-    chosen = replace(options, frontends=_num_frontends(config, options))
+    if options.engine_only:
+        from weft.engine_only import serve_engine
+
+        return serve_engine(settings, config, options, start)
+    options = fit_limits(options)
+    chosen = replace(options, frontends=num_frontends(config.base_seed, options))
     classes = [row.name for row in config.service_classes()]
-    with _listening(options, classes) as listener, _shared_store(chosen) as shared:
+    with listening(options, classes) as listener, shared_store(chosen) as shared:
         return asyncio.run(_supervise(settings, config, shared, listener, start))
 
 
-def _num_frontends(config: EngineConfig, options: ServerOptions) -> int:
+def num_frontends(base_seed: int | None, options: ServerOptions) -> int:
     """The default number of request planes.
 
     One may be killed without a second one noticing. With ``base_seed`` there is one: seeds count
@@ -74,11 +94,11 @@ def _num_frontends(config: EngineConfig, options: ServerOptions) -> int:
 
     if options.frontends is not None:
         return options.frontends
-    return 2 if usable_cores() >= CORES_FOR_TWO and config.base_seed is None else 1
+    return 2 if usable_cores() >= CORES_FOR_TWO and base_seed is None else 1
 
 
 @contextlib.contextmanager
-def _shared_store(options: ServerOptions) -> Iterator[ServerOptions]:
+def shared_store(options: ServerOptions) -> Iterator[ServerOptions]:
     """Let all request planes, and their successors, share what they store as long as we serve."""
     from weft.server.scratch import room, scratch_folder
 
@@ -125,7 +145,7 @@ async def _supervise(
     from weft.server.keeper import Boards, FrontendKeeper
     from weft.server.quota_board import create_quota_board
 
-    signals = _signals()
+    signals = on_signals()
     planes = options.frontends or 1
     rings = [ring_of(config) for _ in range(planes + 1)]  # the last one is for batches
     boards = Boards(create_board(planes + 1), create_quota_board(planes), create_target_board())
@@ -135,31 +155,58 @@ async def _supervise(
         settings, links, start, standby=options.standby, watchdog_s=options.watchdog_s
     )
     card: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    given = _frontend_settings(config, options)
+    given = frontend_settings(config, options)
     frontends = [
         FrontendKeeper(number, given, ring, listener, boards, card, options.watchdog_s, start)
         for number, ring in enumerate(rings[:planes])
     ]
-    engine = asyncio.create_task(_keep_engine(engines, card))
-    serving = [asyncio.create_task(frontend.run()) for frontend in frontends]
-    await asyncio.sleep(0)  # they start; what follows takes a while
-    from weft.server.batch_keeper import BatchKeeper
 
-    batches = BatchKeeper(options, given, rings[-1], card, boards.counts, planes)
-    answering = asyncio.create_task(batches.run())
+    def make_batches() -> BatchKeeper:
+        from weft.server.batch_keeper import BatchKeeper
+
+        return BatchKeeper(options, given, rings[-1], card, boards.counts, planes)
+
+    return await run_kept(frontends, signals, options.drain_timeout_s, engines, card, make_batches)
+
+
+async def run_kept(
+    planes: Seq[KeptProcess],
+    signals: asyncio.Queue[int],
+    drain_timeout_s: float,
+    engines: EngineKeeper | None = None,
+    card: asyncio.Future[str] | None = None,
+    make_batches: Callable[[], BatchKeeper] | None = None,
+) -> int:
+    """Keep everything running until a signal, or until a part gives up; return the exit code.
+
+    Args:
+        planes: who serves requests; they have ``drain_timeout_s`` to finish what is open.
+        card: gets the facts of the first of the engines.
+    """
+    engine = None
+    if engines is not None and card is not None:
+        engine = asyncio.create_task(_keep_engine(engines, card))
+    serving = [asyncio.create_task(plane.run()) for plane in planes]
+    await asyncio.sleep(0)  # they start; what follows takes a while
+    batches = None if make_batches is None else make_batches()
+    answering = [] if batches is None else [asyncio.create_task(batches.run())]
     stop = asyncio.create_task(signals.get())
-    reaping = asyncio.create_task(_reap(engines, [*frontends, batches]))
+    reaping = asyncio.create_task(_reap(engines, planes if batches is None else [*planes, batches]))
+    working = [*serving, *([] if engine is None else [engine])]
     try:
-        await asyncio.wait([engine, stop, *serving], return_when=asyncio.FIRST_COMPLETED)
-        batches.end()
-        drain_s = ABRUPT_S if engine.done() else options.drain_timeout_s
-        await _drain(frontends, serving, engine, signals, drain_s)
+        await asyncio.wait([stop, *working], return_when=asyncio.FIRST_COMPLETED)
+        if batches is not None:
+            batches.end()
+        drain_s = ABRUPT_S if engine is not None and engine.done() else drain_timeout_s
+        await _drain(planes, serving, engine, signals, drain_s)
     finally:
-        await _end_batches(batches, answering)
-        for task in (stop, reaping, engine, *serving):
+        if batches is not None:
+            await _end_batches(batches, answering[0])
+        for task in (stop, reaping, *working):
             task.cancel()
-        await asyncio.to_thread(engines.stop)
-        failures = await asyncio.gather(engine, *serving, return_exceptions=True)
+        if engines is not None:
+            await asyncio.to_thread(engines.stop)
+        failures = await asyncio.gather(*working, return_exceptions=True)
     for failure in failures:
         if isinstance(failure, Exception):
             raise failure
@@ -177,7 +224,7 @@ async def _end_batches(batches: BatchKeeper, answering: asyncio.Task[None]) -> N
             logger.error("Batches were not answered any more: %s.", failure, exc_info=failure)
 
 
-async def _reap(engines: EngineKeeper, others: Seq[FrontendKeeper | BatchKeeper]) -> None:
+async def _reap(engines: EngineKeeper | None, others: Seq[KeptProcess]) -> None:
     """Forget what children have left behind, as engines their other ranks."""
     died = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, died.set)
@@ -186,7 +233,8 @@ async def _reap(engines: EngineKeeper, others: Seq[FrontendKeeper | BatchKeeper]
         await died.wait()
         await asyncio.sleep(REAP_AFTER_S)
         died.clear()
-        if not reap_orphans({*engines.pids, *(other.pid for other in others)}):
+        kept = set() if engines is None else engines.pids
+        if not reap_orphans({*kept, *(other.pid for other in others)}):
             died.set()
 
 
@@ -196,7 +244,7 @@ async def _keep_engine(engines: EngineKeeper, card: asyncio.Future[str]) -> None
     await engines.run()
 
 
-def _frontend_settings(config: EngineConfig, options: ServerOptions) -> dict[str, Any]:
+def frontend_settings(config: EngineConfig, options: ServerOptions) -> dict[str, Any]:
     from weft.models.hub import local_source
 
     source = local_source(config.model)
@@ -213,9 +261,9 @@ def _frontend_settings(config: EngineConfig, options: ServerOptions) -> dict[str
 
 
 async def _drain(
-    frontends: list[FrontendKeeper],
+    frontends: Seq[KeptProcess],
     serving: list[asyncio.Task[None]],
-    engine: asyncio.Task[None],
+    engine: asyncio.Task[None] | None,
     signals: asyncio.Queue[int],
     timeout_s: float,
 ) -> None:
@@ -228,8 +276,11 @@ async def _drain(
     for patience_s in (timeout_s, GRACE_S):
         for frontend in frontends:
             frontend.end()
-        over = [asyncio.create_task(asyncio.wait(serving)), asyncio.create_task(signals.get())]
-        if not engine.done():
+        over: list[asyncio.Task[Any]] = [
+            asyncio.create_task(asyncio.wait(serving)),
+            asyncio.create_task(signals.get()),
+        ]
+        if engine is not None and not engine.done():
             over.append(engine)
         await asyncio.wait(over, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
         for task in over[:2]:
@@ -241,7 +292,7 @@ async def _drain(
     await asyncio.wait(serving)
 
 
-def _signals() -> asyncio.Queue[int]:
+def on_signals() -> asyncio.Queue[int]:
     """The signals that end the server, as they come."""
     queue: asyncio.Queue[int] = asyncio.Queue()
     for number in SIGNALS:
@@ -249,14 +300,14 @@ def _signals() -> asyncio.Queue[int]:
     return queue
 
 
-def _fit_file_limit(options: ServerOptions) -> ServerOptions:
+def fit_limits(options: ServerOptions) -> ServerOptions:
     from weft.server.places import fit_file_limit
 
     return fit_file_limit(options)
 
 
 @contextlib.contextmanager
-def _listening(options: ServerOptions, classes: list[str]) -> Iterator[socket.socket]:
+def listening(options: ServerOptions, classes: list[str]) -> Iterator[socket.socket]:
     """Listen on the address of the options; a Unix socket is removed at the end."""
     from weft.server.listen import listen
 

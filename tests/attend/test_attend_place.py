@@ -15,8 +15,7 @@ from geometries import content, geometry
 from live import eventually
 from places import KEY, RunningPlace, attending, key_file
 from weft import __version__
-from weft.attend import channel
-from weft.attend.channel import HEAD, HELLO, SocketTransport, connect, read_key
+from weft.attend.channel import RULES, SocketTransport, connect
 from weft.attend.frames import (
     FRAME_BYTES,
     Frame,
@@ -30,8 +29,10 @@ from weft.attend.frames import (
     unpack_results,
 )
 from weft.attend.geometry import Geometry
+from weft.core import sealed
 from weft.core.addresses import parse_address
 from weft.core.errors import ConfigError, PlaceError, PlaceRefusedError
+from weft.core.sealed import HEAD, HELLO, read_key
 from weft.kernels.cpu import attention
 from weft.kernels.cpu.courier import ClaimedJobs
 
@@ -159,7 +160,7 @@ def test_a_wrong_key_is_refused(place, key):
 
 
 def test_another_version_is_refused_on_both_sides(place, monkeypatch):
-    monkeypatch.setattr(channel, "__version__", "0.0.1")
+    monkeypatch.setattr(sealed, "__version__", "0.0.1")
     with pytest.raises(PlaceRefusedError) as found:
         call(place)
     assert __version__ in found.value.message
@@ -278,7 +279,7 @@ def test_a_place_that_lies_about_its_key_is_refused():
             link, _ = listener.accept()
             with link:
                 link.recv(HELLO.size, socket.MSG_WAITALL)
-                link.sendall(channel._hello())
+                link.sendall(RULES.hello())
                 link.recv(32, socket.MSG_WAITALL)
                 link.sendall(b"\x01" + b"\0" * 32)
 

@@ -210,7 +210,7 @@ class Requests {
     return static_cast<uint32_t>(random_ >> 33);
   }
 
-  RequestSide side_;
+  RequestSide<> side_;
   int wake_fd_;
   Tally tally_;
   std::map<uint64_t, Sent> sent_;

@@ -12,7 +12,7 @@ from weft.core.config import EngineConfig
 from weft.engine import machine
 from weft.server.options import ServerOptions
 from weft.server.scratch import MEMORY, PREFIX, scratch_folder
-from weft.supervise import _num_frontends, _shared_store
+from weft.supervise import num_frontends, shared_store
 
 HOLDER = """
 import sys
@@ -51,14 +51,14 @@ def test_a_folder_goes_when_its_holder_is_killed():
 
 def test_a_file_that_is_named_is_taken():
     named = ServerOptions(responses_db="/some/file", usage_db="/some/other")
-    with _shared_store(named) as options:
+    with shared_store(named) as options:
         assert options is named
-    with _shared_store(ServerOptions(max_responses_bytes=2**60)) as options:
+    with shared_store(ServerOptions(max_responses_bytes=2**60)) as options:
         assert options.responses_db is not None
         assert options.responses_db.startswith(str(MEMORY / PREFIX))
         assert options.max_responses_bytes < 2**60
         assert Path(options.usage_db or "").parent == Path(options.responses_db).parent
-    with _shared_store(ServerOptions(usage_db="/some/file")) as options:
+    with shared_store(ServerOptions(usage_db="/some/file")) as options:
         assert (options.usage_db, options.responses_db is None) == ("/some/file", False)
 
 
@@ -73,4 +73,4 @@ def test_a_second_request_plane_where_there_are_cores(monkeypatch):
     ):
         monkeypatch.setattr(machine, "usable_cores", lambda cores=cores: cores)
         config = EngineConfig(base_seed=seed)
-        assert _num_frontends(config, ServerOptions(frontends=given)) == wanted
+        assert num_frontends(config.base_seed, ServerOptions(frontends=given)) == wanted

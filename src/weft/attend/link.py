@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.attend.channel import HANDSHAKE_S, Transport, connect
+from weft.attend.channel import Transport, connect
 from weft.attend.frames import (
     CHUNK_BYTES,
     Frame,
@@ -32,6 +32,7 @@ from weft.core.addresses import parse_address
 from weft.core.errors import InvariantError, PlaceError, PlaceRefusedError
 from weft.core.plan import PlaceStatus
 from weft.core.process import Backoff
+from weft.core.sealed import HANDSHAKE_S
 from weft.kernels.cpu.courier import MailCourier
 from weft.kernels.cpu.host import HostMailbox
 

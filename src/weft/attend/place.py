@@ -12,12 +12,7 @@ import socket
 import threading
 from contextlib import suppress
 
-from weft.attend.channel import (
-    SocketTransport,
-    accept,
-    close_socket,
-    read_key,
-)
+from weft.attend.channel import SocketTransport, accept
 from weft.attend.frames import FrameKind, pack_refusal
 from weft.attend.geometry import Geometry
 from weft.attend.options import PlaceOptions
@@ -27,6 +22,7 @@ from weft.core.errors import ConfigError, PlaceError, PlaceRefusedError, WeftErr
 from weft.core.logs import log_level, notice, set_up_logs
 from weft.core.memory import available_memory
 from weft.core.process import set_process_title
+from weft.core.sealed import close_socket, read_key
 from weft.core.settings import format_bytes
 from weft.core.topology import this_machine
 from weft.kernels.cpu import attention

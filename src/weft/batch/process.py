@@ -50,7 +50,7 @@ from weft.core.ports import EngineClient
 from weft.core.process import die_with, raise_file_limit, set_process_title
 from weft.core.served import ServedModel
 from weft.ring.client import RingClient
-from weft.ring.segment import RingFds
+from weft.ring.link import parse_ring
 from weft.text import Tokenizer
 from weft.text.dialect import choose_dialect
 from weft.text.template import find_template
@@ -112,7 +112,7 @@ async def _work(
     count: Callable[[RingClient, Mapping[str, Any], argparse.Namespace], CountsLines],
 ) -> None:
     served = ServedModel.from_json(settings["card"])
-    client = RingClient(RingFds.parse(arguments.ring))
+    client = RingClient(parse_ring(arguments.ring))
     client.attach(asyncio.get_running_loop())
     thread = ThreadPoolExecutor(1, thread_name_prefix="weft-data")
     planner = ThreadPoolExecutor(1, thread_name_prefix="weft-order")

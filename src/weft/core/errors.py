@@ -165,6 +165,18 @@ class EngineDeadError(WeftError):
     retry_after_s = 5
 
 
+class RingLinkError(EngineDeadError):
+    """The link to an engine on another machine is down, or the other side broke its protocol."""
+
+    code = "engine_unreachable"
+
+
+class RingRefusedError(RingLinkError):
+    """Engine and request plane do not go together: key, version, or no ring is free."""
+
+    code = "engine_refused"
+
+
 class EngineOutOfMemoryError(EngineDeadError):
     """The engine process was killed because memory ran out, or the next one finds too little."""
 

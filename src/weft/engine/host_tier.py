@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from weft.attend.channel import read_key
 from weft.attend.link import PlaceAccess
 from weft.core.addresses import leads_to_loopback, parse_address
 from weft.core.config import EngineConfig, ResolvedConfig
 from weft.core.errors import ConfigError
 from weft.core.schedulers import SCHEDULERS
+from weft.core.sealed import read_key
 from weft.core.topology import this_machine
 from weft.engine.threads import plan_threads
 from weft.exec.host_attention import HostAttention, WorkerThreads, shared_store

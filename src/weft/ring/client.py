@@ -2,7 +2,7 @@
 
 fds = create_ring()                              # by a parent of both processes
 subprocess.Popen(..., pass_fds=fds.pass_fds)     # str(fds) among the arguments
-client = RingClient(RingFds.parse(text))
+client = RingClient(parse_ring(text))
 
 client.attach(asyncio_loop)                      # or client.run_in_thread()
 client.watch_engine(pidfd)
@@ -12,22 +12,31 @@ client.submit(requests, sink)
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import select
 import threading
 from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
-from weft.core.errors import EngineBusyError, EngineDeadError, ParameterError, WeftError
+from weft.core.errors import (
+    EngineBusyError,
+    EngineDeadError,
+    ParameterError,
+    RingLinkError,
+    WeftError,
+)
 from weft.core.plan import Update
 from weft.core.sinks import Sink, deliver
 from weft.core.types import FinishReason, Request
-from weft.ring import _native
-from weft.ring.codec import SAMPLING, pack_sampling, pack_token_lists, unpack_news
+from weft.ring.codec import pack_sampling, pack_token_lists, unpack_news
 from weft.ring.layout import REASON_OF, SIZES, EngineInfo, Refusal
-from weft.ring.segment import RingFds, attached
+from weft.ring.link import RingAccess
+from weft.ring.port import open_port
+from weft.ring.segment import RingFds
+
+CLOCK_FIELDS = ("started_ns", "updated_ns")  # of the info page, on the engine's monotonic clock
 
 
 class RingClient:
@@ -38,16 +47,17 @@ class RingClient:
 
     Raises:
         ParameterError: the memory is no ring, or one of another version.
+        RingLinkError: the agent of a ring elsewhere cannot be reached, or refuses.
     """
 
-    def __init__(self, fds: RingFds) -> None:
-        self._fds = fds
-        with attached():
-            self._ring = _native.Client(fds.memory, SAMPLING)
+    def __init__(self, ring: RingFds | RingAccess) -> None:
+        self._port = open_port(ring)
+        self._ring = self._port.ring
         self._sinks: dict[int, Sink] = {}
         self._vectors: dict[int, array[int]] = {}  # words of embeddings so far
         self._lock = threading.Lock()
         self._failure: WeftError | None = None
+        self._unreachable: WeftError | None = None  # the port's failure, as it was seen last
         self._info = EngineInfo()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._engine = -1
@@ -71,14 +81,15 @@ class RingClient:
         """
         slots: list[int] = []
         with self._lock:
-            if self._failure is not None:
-                raise self._failure
+            if (failure := self._failure or self._port.refusal) is not None:
+                raise failure
             try:
                 for request in requests:
                     slots.append(self._prepare(request))
                 self._check_ids(requests)
             except WeftError as error:
                 self._ring.abandon(slots)
+                self._port.push()
                 if isinstance(error, EngineBusyError) and self._never_fit(requests):
                     raise ParameterError(
                         f"The request's {len(requests)} sequences do not fit into the memory "
@@ -92,6 +103,7 @@ class RingClient:
                 if request.embed:
                     self._vectors[request.id] = array("I")
             self._ring.submit(slots)
+            self._port.push()
 
     def _never_fit(self, requests: Seq[Request]) -> bool:
         """Whether requests that found no room would find none in an empty ring either."""
@@ -149,18 +161,24 @@ class RingClient:
         """Ask for the end of a request; its last update still comes. Unknown ids are ignored."""
         with self._lock:
             self._ring.cancel(sequence_id, REASON_OF[reason])
+            self._port.push()
 
     def poke(self) -> None:
         """Have an engine that sleeps look around: at targets, and at its info page."""
         with self._lock:
             if not self._closed:
                 self._ring.ring()
+                self._port.push()
 
     def info(self) -> EngineInfo:
         """The engine's latest info page."""
         values = self._ring.info()
         if values:  # empty while an engine that died amid writing has no successor
+            for name in CLOCK_FIELDS:
+                values[name] -= self._port.ahead_ns
             self._info = EngineInfo(**values)
+        if self._port.failure is not None:
+            return replace(self._info, ready=0)
         return self._info
 
     @property
@@ -192,7 +210,7 @@ class RingClient:
 
     def fileno(self) -> int:
         """A descriptor that is readable when ``poll`` may have something, if ``arm`` said so."""
-        return self._fds.wake
+        return self._port.fileno()
 
     def poll(self) -> bool:
         """Pass new updates to every sink; return whether there were any."""
@@ -200,8 +218,9 @@ class RingClient:
         with self._lock:
             if self._closed:
                 return False
+            ahead_ns = self._port.ahead_ns
             for news in self._ring.poll():
-                updates = unpack_news(news)
+                updates = unpack_news(news, ahead_ns)
                 if news[0] in self._vectors:
                     updates = self._gather(news[0], updates)
                 sink = self._sinks.get(news[0])
@@ -210,6 +229,7 @@ class RingClient:
                 batches.setdefault(sink, []).extend(updates)
                 if news[-1] is not None:
                     del self._sinks[news[0]]
+            self._port.push()
         deliver(batches, self._sinks, self.cancel)
         return bool(batches)
 
@@ -231,7 +251,7 @@ class RingClient:
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Have an event loop drive this client. Call it on the loop's thread."""
         self._loop = loop
-        loop.add_reader(self._fds.wake, self._on_wake)
+        loop.add_reader(self._port.fileno(), self._on_wake)
         if self._engine >= 0:
             loop.add_reader(self._engine, self._on_engine_death)
         loop.call_soon(self._on_wake)
@@ -244,8 +264,19 @@ class RingClient:
             self._loop.call_soon(self._on_wake)
 
     def _drain_wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._fds.wake)
+        with self._lock:
+            self._port.drain()
+            port = self._port
+            moved = port.ring is not self._ring or port.failure is not self._unreachable
+        if moved:
+            self._move()
+
+    def _move(self) -> None:
+        """The link to the ring is lost for good, or there is another ring now."""
+        port, self._unreachable = self._port, self._port.failure
+        self.fail_all(port.failure or RingLinkError("The engine was lost; try again."))
+        with self._lock:
+            self._ring, self._failure = port.ring, port.failure
 
     def run_in_thread(self) -> None:
         """Drive this client by its own thread until it is closed."""
@@ -259,7 +290,7 @@ class RingClient:
             if not self.arm():
                 continue
             poller = select.poll()
-            for fd in (self._fds.wake, self._changed, self._engine):
+            for fd in (self._port.fileno(), self._changed, self._engine):
                 if fd >= 0:
                     poller.register(fd, select.POLLIN)
             ready = {fd for fd, _ in poller.poll()}
@@ -307,6 +338,7 @@ class RingClient:
         with self._lock:
             self._failure = error
             self._ring.disown(list(self._sinks))
+            self._port.push()
             for request_id, sink in self._sinks.items():
                 end = Update(request_id, None, finish=FinishReason.ERROR, error=error)
                 batches.setdefault(sink, []).append(end)
@@ -323,11 +355,12 @@ class RingClient:
             self._closed = True
             self._ring.detach()
         if self._loop is not None:
-            self._loop.remove_reader(self._fds.wake)
+            self._loop.remove_reader(self._port.fileno())
         if self._thread is not None:
             os.eventfd_write(self._changed, 1)
             if self._thread is not threading.current_thread():
                 self._thread.join()
             os.close(self._changed)
+        self._port.close()
         self._unwatch()
         self._loop = None

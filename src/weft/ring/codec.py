@@ -160,8 +160,12 @@ def unpack_logprob(scored: Scored | None) -> TokenLogprob | None:
     return None if scored is None else TokenLogprob(*scored)
 
 
-def unpack_news(news: tuple[Any, ...]) -> list[Update]:
-    """Decode the result of ``poll`` for one request, in the engine's order."""
+def unpack_news(news: tuple[Any, ...], ahead_ns: int = 0) -> list[Update]:
+    """Decode the result of ``poll`` for one request, in the engine's order.
+
+    Args:
+        ahead_ns: the engine's monotonic clock minus the one here.
+    """
     request_id, tokens, scored, prompt, cached, final = news
     updates: list[Update] = []
     if prompt is not None:
@@ -183,8 +187,8 @@ def unpack_news(news: tuple[Any, ...]) -> list[Update]:
                 cached_tokens=cached,
                 finish=FINISH_OF[reason],
                 error=error,
-                scheduled_ns=scheduled,
-                prefilled_ns=prefilled,
+                scheduled_ns=scheduled and scheduled - ahead_ns,
+                prefilled_ns=prefilled and prefilled - ahead_ns,
             )
         )
     return updates

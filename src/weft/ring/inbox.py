@@ -237,6 +237,7 @@ class _DeathWatch:
         self._engine = engine
         self._known: dict[int, int] = {}  # ring -> epoch of the request plane being watched
         self._watched: dict[int, _Watched] = {}  # by pidfd
+        self._dropped: list[int] = []  # pidfds that the thread closes
         self._lock = threading.Lock()
         self._changed = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="weft-ring-watch", daemon=True)
@@ -262,6 +263,9 @@ class _DeathWatch:
         epoch = self._engine.clients()[ring][0]
         self._known[ring] = epoch
         with self._lock:
+            for old in [fd for fd, watched in self._watched.items() if watched.ring == ring]:
+                del self._watched[old]  # its process may live on, and has left the ring
+                self._dropped.append(old)
             self._watched[pidfd] = _Watched(ring, epoch)
         os.eventfd_write(self._changed, 1)
 
@@ -270,6 +274,8 @@ class _DeathWatch:
             poller = select.poll()
             poller.register(self._changed, select.POLLIN)
             with self._lock:
+                while self._dropped:
+                    os.close(self._dropped.pop())
                 for pidfd in self._watched:
                     poller.register(pidfd, select.POLLIN)
             for fd, _ in poller.poll():
@@ -282,7 +288,8 @@ class _DeathWatch:
 
     def _bury(self, pidfd: int) -> None:
         with self._lock:
-            dead = self._watched.pop(pidfd)
+            if (dead := self._watched.pop(pidfd, None)) is None:
+                return  # another request plane has the ring now
         os.close(pidfd)
         self._engine.client_died(dead.ring, dead.epoch)
 
@@ -291,6 +298,7 @@ class _DeathWatch:
         os.eventfd_write(self._changed, 1)
         self._thread.join()
         os.close(self._changed)
-        for pidfd in self._watched:
+        for pidfd in (*self._watched, *self._dropped):
             os.close(pidfd)
         self._watched.clear()
+        self._dropped.clear()

@@ -6,10 +6,10 @@
 
 #include <deque>
 
+#include "clients.hpp"
 #include "engine_side.hpp"
 #include "keeper_side.hpp"
 #include "python_values.hpp"
-#include "request_side.hpp"
 #include "resident/outlet.hpp"
 #include "wake.hpp"
 
@@ -20,82 +20,6 @@ namespace {
 
 using namespace weft::ring;
 
-// -- the request plane ----------------------------------------------------------------------------
-
-class Client {
- public:
-  Client(int fd, uint64_t sampling) : side_(std::make_shared<Segment>(fd, sampling)) { ring(); }
-  Client(const Client&) = delete;
-
-  // A slot number; a negative number is a Refusal.
-  int64_t prepare(uint64_t id, std::vector<uint32_t> prompt, nb::bytes sampling,
-                  const std::vector<std::pair<uint32_t, double>>& logit_bias,
-                  std::vector<uint32_t> stop_ids, std::vector<uint32_t> eos_ids,
-                  nb::bytes service_class, nb::bytes cache_salt, nb::bytes grammar,
-                  std::vector<uint32_t> token_lists, std::vector<uint32_t> output,
-                  uint32_t max_records) {
-    if (sampling.size() < sizeof(SamplingHead)) throw nb::value_error("sampling has no head");
-    Submission request;
-    request.request_id = id;
-    request.prompt = std::move(prompt);
-    request.stop_ids = std::move(stop_ids);
-    request.eos_ids = std::move(eos_ids);
-    request.sampling.assign(sampling.c_str(), sampling.size());
-    for (const auto& [token, value] : logit_bias) request.logit_bias.push_back({value, token, 0});
-    request.service_class.assign(service_class.c_str(), service_class.size());
-    request.cache_salt.assign(cache_salt.c_str(), cache_salt.size());
-    request.grammar.assign(grammar.c_str(), grammar.size());
-    request.token_lists = std::move(token_lists);
-    request.output = std::move(output);
-    request.max_records = std::min(max_records, kMaxRecords);
-    uint32_t index = 0;
-    const Refusal refusal = side_.prepare(request, index);
-    return refusal == Refusal::None ? int64_t{index} : -static_cast<int64_t>(refusal);
-  }
-
-  void submit(const std::vector<uint32_t>& slots) {
-    side_.submit(slots);
-    ring();
-  }
-  void abandon(const std::vector<uint32_t>& slots) { side_.abandon(slots); }
-
-  void cancel(uint64_t id, int reason) {
-    if (side_.cancel(id, static_cast<Reason>(reason))) ring();
-  }
-  void disown(const std::vector<uint64_t>& ids) {
-    for (const uint64_t id : ids) side_.disown(id, Reason::Cancelled);
-    ring();
-  }
-
-  nb::list poll() {
-    nb::list all;
-    for (const News& news : side_.poll()) {
-      nb::list tokens;
-      for (const uint32_t token : news.tokens) tokens.append(token);
-      nb::object scored = nb::none(), prompt = nb::none();
-      if (!news.scored.empty()) scored = python_of(news.scored);
-      if (!news.prompt.empty()) prompt = nb::make_tuple(news.prompt_start, python_of(news.prompt));
-      all.append(nb::make_tuple(news.request_id, tokens, scored, prompt, news.cached_tokens,
-                                python_of(news.final, news.end)));
-    }
-    if (side_.has_grown()) ring();
-    return all;
-  }
-
-  void ring() {
-    if (side_.ring()) futex_wake(&side_.segment().header().to_engine.rung[0].value);
-  }
-  void detach() {
-    side_.detach();
-    ring();
-  }
-
-  RequestSide& side() { return side_; }
-
- private:
-  RequestSide side_;
-};
-
 // -- the keeper of both ----------------------------------------------------------------------------
 
 // The info page of a ring, read without being one of its two sides, and the keeper's side.
@@ -104,7 +28,7 @@ class Page : public KeeperSide {
   explicit Page(int fd) : KeeperSide(std::make_shared<Segment>(fd)) {}
   Page(const Page&) = delete;
 
-  nb::dict info() { return info_of(segment()); }
+  nb::dict info() { return info_of(segment().info()); }
   // Of each slot; None for words that do not fit each other.
   nb::list states() {
     nb::list all;
@@ -364,30 +288,6 @@ void bind_layout(nb::module_& m) {
         "state"_a);
 }
 
-// Words of one slot, for tests and inspection.
-nb::dict look(Segment& segment, uint32_t index) {
-  if (index >= segment.slots()) throw nb::index_error();
-  const Slot& slot = segment.slot(index);
-  const Seen words = look(segment.words(index));
-  const Word asked = Word::of(words.asked), given = Word::of(words.given);
-  const Word published = Word::of(load(segment.given(index).published));
-  const bool counted = slot.deaths.generation == asked.tag.generation;
-  const Deaths deaths = counted ? slot.deaths : Deaths{};
-  nb::dict seen;
-  seen["state"] = static_cast<int>(words.state());
-  seen["reason"] = words.answered() ? given.value >> 8 & 0xff : 0;
-  seen["epoch"] = given.tag.epoch;
-  seen["generation"] = asked.tag.generation;
-  seen["published"] = published.value;
-  seen["cancel"] = asked.value >> 8 & 0xff;
-  seen["crashes"] = deaths.crashes;
-  seen["memory_kills"] = deaths.memory_kills;
-  seen["blame"] = static_cast<uint32_t>(deaths.blame);
-  seen["extent_offset"] = slot.input.extent.offset;
-  seen["extent_bytes"] = slot.input.extent.bytes;
-  return seen;
-}
-
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -396,34 +296,7 @@ NB_MODULE(_native, m) {
   m.def("create", &Segment::create, "slots"_a, "arena_bytes"_a, "sampling"_a,
         "memory_bytes"_a = 0);
 
-  nb::class_<Client>(m, "Client")
-      .def(nb::init<int, uint64_t>(), "memory"_a, "sampling"_a)
-      .def("prepare", &Client::prepare, "id"_a, "prompt"_a, "sampling"_a, "logit_bias"_a,
-           "stop_ids"_a, "eos_ids"_a, "service_class"_a, "cache_salt"_a, "grammar"_a,
-           "token_lists"_a, "output"_a, "max_records"_a)
-      .def("ring", &Client::ring)
-      .def("submit", &Client::submit, "slots"_a)
-      .def("abandon", &Client::abandon, "slots"_a)
-      .def("cancel", &Client::cancel, "id"_a, "reason"_a)
-      .def("disown", &Client::disown, "ids"_a)
-      .def("poll", &Client::poll)
-      .def("sleep", [](Client& c) { return c.side().sleep(); })
-      .def("wake", [](Client& c) { c.side().wake(); })
-      .def("detach", &Client::detach)
-      .def("info", [](Client& c) { return info_of(c.side().segment()); })
-      .def("look", [](Client& c, uint32_t i) { return look(c.side().segment(), i); }, "slot"_a)
-      .def("engines", [](Client& c) { return load(c.side().segment().header().epoch); })
-      .def("engine_pid", [](Client& c) { return load(c.side().segment().header().engine_pid); })
-      .def("memory_kills", [](Client& c) { return c.side().memory_kills(); })
-      .def("out_of_memory", [](Client& c) { return c.side().out_of_memory(); })
-      .def("killed_for_memory", [](Client& c) { return c.side().killed_for_memory(); })
-      .def_prop_ro("free_slots", [](Client& c) { return c.side().free_slots(); })
-      .def_prop_ro("free_bytes", [](Client& c) { return c.side().free_bytes(); })
-      .def_prop_ro("free_memory", [](Client& c) { return c.side().free_memory(); })
-      .def_prop_ro("slots", [](Client& c) { return c.side().segment().slots(); })
-      .def_prop_ro("memory_bytes", [](Client& c) { return c.side().segment().memory_bytes(); })
-      .def_prop_ro("in_flight", [](Client& c) { return c.side().in_flight(); });
-
+  bind_clients(m);
   nb::class_<Page>(m, "Page")
       .def(nb::init<int>(), "memory"_a)
       .def("info", &Page::info)

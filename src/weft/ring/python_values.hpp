@@ -15,10 +15,10 @@ namespace weft::ring {
 
 namespace nb = nanobind;
 
-inline nb::dict info_of(Segment& segment) {
+inline nb::dict info_of(const InfoPage& page) {
   uint64_t values[kInfoFields];
   nb::dict info;
-  if (!read_info(segment.info(), values)) return info;
+  if (!read_info(page, values)) return info;
   int i = 0;
 #define WEFT_RING_FIELD(name) info[#name] = values[i++];
   WEFT_RING_INFO(WEFT_RING_FIELD)

@@ -68,6 +68,12 @@ struct Records {
     }
     return scored;
   }
+
+  // Where records [from, to) lie: each(at, bytes).
+  template <class Each>
+  void stretch(uint32_t from, uint32_t to, Each each) const {
+    if (from < to) each(at + uint64_t{from} * stride, uint64_t{to - from} * stride);
+  }
 };
 
 // The records of an output, which grows in pieces.
@@ -83,6 +89,20 @@ struct Output {
   void put(uint32_t index, const Scored& scored) const { holding(index).put(index, scored); }
   void put(uint32_t index, uint32_t token) const { holding(index).put(index, token); }
   Scored get(uint32_t index) const { return holding(index).get(index); }
+
+  // Where records [from, to) lie, piece by piece: each(at, bytes).
+  template <class Each>
+  void stretches(uint32_t from, uint32_t to, Each each) const {
+    while (from < to) {
+      uint32_t index = from;
+      const Records piece = holding(index);
+      const uint32_t begin = from - index;
+      const uint32_t room = begin == 0 ? first : records_after(begin, most, 1) - begin;
+      const uint32_t upto = room < to - begin ? room : to - begin;
+      piece.stretch(index, upto, each);
+      from = begin + upto;
+    }
+  }
 
  private:
   // The piece with this record; `index` is made to count from its beginning.

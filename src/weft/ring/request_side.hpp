@@ -1,4 +1,5 @@
-// The request plane's side of a ring: it alone allocates slots and arena.
+// The request plane's side of a ring: it alone allocates slots and arena. It works on its own mapping
+// of the ring, and says to a Memory (memory.hpp) what it has written there and what it will read.
 #pragma once
 
 #include <algorithm>
@@ -11,43 +12,26 @@
 #include <vector>
 
 #include "arena.hpp"
-#include "records.hpp"
-#include "segment.hpp"
+#include "memory.hpp"
 #include "steps.hpp"
+#include "submission.hpp"
 
 namespace weft::ring {
 
-struct Submission {
-  uint64_t request_id = 0;
-  std::vector<uint32_t> prompt, stop_ids, eos_ids, token_lists;
-  std::string sampling = std::string(sizeof(SamplingHead), '\0');  // begins with one
-  std::vector<BiasRecord> logit_bias;
-  std::string service_class, cache_salt, grammar;
-  std::vector<uint32_t> output;  // given out before: counted as published and read
-  uint32_t max_records = 0;
-};
-
-// What is new of one request since the last poll.
-struct News {
-  uint64_t request_id;
-  std::vector<uint32_t> tokens;
-  std::vector<Scored> scored;  // parallel to `tokens`, or empty
-  uint32_t prompt_start = 0;
-  std::vector<Scored> prompt;
-  uint32_t cached_tokens = 0;
-  Reason end = Reason::None;
-  Final final{};
-};
-
-enum class Refusal { None, NoSlot, NoRoom, TooLarge };
-
+template <Memory M = Mapped>
 class RequestSide {
  public:
-  explicit RequestSide(std::shared_ptr<Segment> segment)
-      : shared_(std::move(segment)), segment_(*shared_), arena_(segment_.arena_bytes()) {
+  // Whose process the engine watches is not for `memory` to say: who is attached where the engine
+  // is writes `client_pid` and `client_epoch` there.
+  explicit RequestSide(std::shared_ptr<Segment> segment, M memory = M())
+      : shared_(std::move(segment)),
+        segment_(*shared_),
+        memory_(std::move(memory)),
+        arena_(segment_.arena_bytes()) {
     live_.resize(segment_.slots());
     known_.resize(segment_.slots());
     Header& header = segment_.header();
+    memory_.read(&header, segment_.arena() - reinterpret_cast<std::byte*>(&header));
     store(header.client_pid, static_cast<uint32_t>(getpid()));
     store(header.client_epoch, (load(header.client_epoch) | 1) + 2);
     for (uint32_t i = 0; i < segment_.slots(); ++i) inherit(i);
@@ -62,6 +46,7 @@ class RequestSide {
   }
 
   Segment& segment() { return segment_; }
+  M& memory() { return memory_; }
   uint64_t free_slots() const { return free_.size(); }
   uint64_t free_bytes() const { return arena_.free_bytes(); }
   // Of the memory that may be in use when a request is taken.
@@ -111,6 +96,7 @@ class RequestSide {
     fresh.prompt.at = at(input, Section::PromptOutput);
     input.given_out = give_out(request.output, fresh);
     segment_.slot(index).input = input;
+    send_payload(index);
     used_ += uses(fresh);
     live_[index] = fresh;
     top_ = std::max(top_, index + 1);
@@ -122,6 +108,7 @@ class RequestSide {
       Live& live = live_[index];
       by_request_[live.request_id] = index;
       weft::ring::submit(segment_.words(index), live.tag);
+      send_word(index);
     }
   }
 
@@ -129,6 +116,7 @@ class RequestSide {
   void abandon(std::span<const uint32_t> indices) {
     for (const uint32_t index : indices) {
       let_go(index, weft::ring::abandon(segment_.words(index), live_[index].tag));
+      send_word(index);
     }
   }
 
@@ -136,7 +124,10 @@ class RequestSide {
     const auto found = by_request_.find(request_id);
     if (found == by_request_.end()) return false;
     const Live& live = live_[found->second];
-    return weft::ring::cancel(segment_.asked(found->second), live.tag, reason) == Outcome::Done;
+    const Outcome outcome =
+        weft::ring::cancel(segment_.asked(found->second), live.tag, reason);
+    send_word(found->second);
+    return outcome == Outcome::Done;
   }
 
   // Nobody waits for these any more: cancel them and forget them when the engine has answered.
@@ -151,7 +142,10 @@ class RequestSide {
   // Everything that the engine has published since the last call; ended slots become free.
   std::vector<News> poll() {
     std::vector<News> all;
-    if (!hear(segment_.header().to_client, heard_)) return all;
+    const auto& bell = segment_.header().to_client;
+    memory_.read(&bell, sizeof bell);
+    if (!hear(bell, heard_)) return all;
+    if (top_ > 0) memory_.read(&segment_.given(0), top_ * sizeof(Given));
     for (uint32_t i = 0; i < top_; ++i) {
       const Given& given = segment_.given(i);
       const Given seen{load(given.state), load(given.published)};
@@ -176,25 +170,33 @@ class RequestSide {
   // Whether the engine must be woken by the system.
   bool ring() {
     grown_ = false;
-    return ring_bell(segment_.header().to_engine, 0, woken_);
+    auto& bell = segment_.header().to_engine;
+    const bool asleep = ring_bell(bell, 0, woken_);
+    memory_.flush();  // the words that it announces are there before it
+    memory_.write(&bell.rung[0].value, sizeof(uint32_t));
+    return asleep;
+  }
+
+  // Write all again that the engine may not have yet: a link was lost, and what was under way on it.
+  // The engine's memory has the same bytes otherwise, or older ones.
+  void resend() {
+    for (uint32_t i = 0; i < top_; ++i) {
+      if (live_[i].used && !live_[i].extents.empty()) send_payload(i);
+    }
+    memory_.flush();
+    memory_.write(&segment_.asked(0), segment_.slots() * sizeof(uint64_t));
+    ring();
+  }
+
+  const InfoPage& info() {
+    memory_.read(&segment_.info(), sizeof(InfoPage));
+    return segment_.info();
   }
 
   bool sleep() { return go_to_sleep(segment_.header().to_client, heard_); }
   void wake() { wake_up(segment_.header().to_client); }
 
  private:
-  struct Live {
-    Tag tag;
-    uint64_t before = 0;  // what the engine's word says until it takes the slot
-    uint64_t request_id = 0;
-    std::vector<Extent> extents;  // the first has all sections, each other a piece of the output
-    Output output;
-    Records prompt;
-    uint64_t fixed = 0;  // bytes of all but the output
-    uint32_t seen = 0, prompt_seen = 0;
-    bool used = false, orphan = false, broken = false;
-  };
-
   struct Known {
     Given given{};        // as it was read last
     bool prompt = false;  // prompt records may come without a change of these words
@@ -206,39 +208,21 @@ class RequestSide {
     return live.fixed + uint64_t{records} * live.output.stride;
   }
 
-  // Lay the sections out from offset 0; returns the bytes of all of them.
-  static uint64_t lay_out(const Submission& request, Input& input, Live& live) {
-    SamplingHead sampling;
-    std::memcpy(&sampling, request.sampling.data(), sizeof sampling);
-    input.output_stride = stride_for(sampling.set & kLogprobs, sampling.logprobs);
-    input.prompt_stride = stride_for(sampling.set & kPromptLogprobs, sampling.prompt_logprobs);
-    const auto given_out = static_cast<uint32_t>(request.output.size());
-    const bool whole = sampling.set & kEmbed;  // its words come all at once
-    live.output.stride = input.output_stride;
-    live.output.most = input.max_records = std::max(1u, request.max_records);
-    live.output.first = std::min(live.output.most, whole ? kMaxRecords
-                                                         : std::max(kFirstRecords, 2 * given_out));
-    live.prompt = {nullptr, input.prompt_stride, 0};
-    if (sampling.set & kPromptLogprobs) {
-      live.prompt.capacity = static_cast<uint32_t>(request.prompt.size());
-    }
-    uint64_t end = 0;
-    const auto place = [&](Section section, uint64_t bytes) {
-      input.sections[static_cast<int>(section)] = {end, bytes};
-      end = round_up(end + bytes, sizeof(uint64_t));
-    };
-    place(Section::Prompt, request.prompt.size() * sizeof(uint32_t));
-    place(Section::Sampling, request.sampling.size());
-    place(Section::LogitBias, request.logit_bias.size() * sizeof(BiasRecord));
-    place(Section::StopIds, request.stop_ids.size() * sizeof(uint32_t));
-    place(Section::EosIds, request.eos_ids.size() * sizeof(uint32_t));
-    place(Section::ServiceClass, request.service_class.size());
-    place(Section::CacheSalt, request.cache_salt.size());
-    place(Section::Grammar, request.grammar.size());
-    place(Section::TokenLists, request.token_lists.size() * sizeof(uint32_t));
-    place(Section::Output, uint64_t{live.output.first} * input.output_stride);
-    place(Section::PromptOutput, uint64_t{live.prompt.capacity} * input.prompt_stride);
-    return round_up(end, kAlign);
+  // The word of a slot; all that it announces is there before it, and so are earlier words.
+  void send_word(uint32_t index) {
+    memory_.flush();
+    memory_.write(&segment_.asked(index), sizeof(uint64_t));
+  }
+
+  // What this side has written of a slot and its extents: all before the output, and what of that
+  // was given out before.
+  void send_payload(uint32_t index) {
+    const Slot& slot = segment_.slot(index);
+    const Extent output = slot.input.sections[static_cast<int>(Section::Output)];
+    const uint64_t begin = slot.input.extent.offset;
+    const uint64_t given_out = uint64_t{slot.input.given_out} * slot.input.output_stride;
+    memory_.write(segment_.arena() + begin, output.offset - begin + given_out);
+    memory_.write(&slot.input, offsetof(Slot, prompt_published));
   }
 
   std::byte* at(const Input& input, Section section) const {
@@ -275,6 +259,7 @@ class RequestSide {
       const Words words = segment_.words(index);
       live.before = load(words.given.state);
       if (begin_writing(words, live.tag) != Outcome::Done) continue;
+      send_word(index);
       const auto epoch = static_cast<uint16_t>(load(segment_.header().epoch));
       if (!can_be_taken(words, segment_.slot(index), {epoch, live.tag.generation})) continue;
       known_[index] = {{live.before, load(words.given.published)}, live.prompt.capacity != 0};
@@ -292,12 +277,14 @@ class RequestSide {
     if (!seen.valid()) return;
     if (seen.state() == State::Writing || seen.state() == State::DecodeCompleted) {
       release(words, live.tag);
+      send_word(index);
       seen = look(words);
     }
     if (seen.state() == State::Empty) return free_.push(index);
     // The engine works on it for nobody: cancelled, and forgotten when it has ended. Its extent
     // stays reserved until then; one that cannot be right is quarantined with its slot.
     weft::ring::cancel(words.asked, live.tag, Reason::Cancelled);
+    send_word(index);
     live.used = reserve(index, live, Word::of(seen.asked).pieces());
     live.orphan = true;
     top_ = index + 1;
@@ -327,10 +314,13 @@ class RequestSide {
     while (output.capacity() < output.most && live.seen >= output.capacity() / 2) {
       const auto extent = arena_.allocate(output.bytes_of_next());
       if (!extent) return live.seen < output.capacity();
-      segment_.slot(index).more[output.pieces] = extent->offset;
+      uint64_t& more = segment_.slot(index).more[output.pieces];
+      more = extent->offset;
+      memory_.write(&more, sizeof more);
       output.piece[++output.pieces] = segment_.arena() + extent->offset;
       live.extents.push_back(*extent);
       weft::ring::grow(segment_.asked(index), live.tag);
+      send_word(index);
       grown_ = true;
     }
     return true;
@@ -344,6 +334,7 @@ class RequestSide {
          "ring_memory.");
     by_request_.erase(live.request_id);
     weft::ring::cancel(segment_.asked(index), live.tag, Reason::Error);
+    send_word(index);
     live.orphan = grown_ = true;
     return true;
   }
@@ -383,6 +374,7 @@ class RequestSide {
     const bool sound = read_output(slot, seen, live, ended, news);
     used_ += uses(live) - before;
     if (!sound) return broken(live, news);
+    memory_.read(&slot.cached_tokens, sizeof slot.cached_tokens);
     news.cached_tokens = load(slot.cached_tokens);
     if (ended) {
       news.end = word.reason();
@@ -391,12 +383,14 @@ class RequestSide {
     return ended || !news.tokens.empty() || !news.prompt.empty();
   }
 
-  static bool read_prompt(const Slot& slot, Live& live, News& news) {
+  bool read_prompt(const Slot& slot, Live& live, News& news) {
     if (live.prompt.capacity == 0) return true;
+    memory_.read(&slot.prompt_published, sizeof slot.prompt_published);
     const Word word = Word::of(load(slot.prompt_published));
     if (word.tag.generation != live.tag.generation) return live.prompt_seen == 0;  // to come
     if (word.value > live.prompt.capacity || word.value < live.prompt_seen) return false;
     news.prompt_start = live.prompt_seen;
+    live.prompt.stretch(live.prompt_seen, word.value, reading());
     for (; live.prompt_seen < word.value; ++live.prompt_seen) {
       Scored scored = live.prompt.get(live.prompt_seen);
       if (scored.head.num_top == kNoLogprob && news.prompt.empty()) {
@@ -408,16 +402,22 @@ class RequestSide {
     return true;
   }
 
-  static bool read_output(const Slot& slot, const Given& seen, Live& live, bool ended, News& news) {
+  bool read_output(const Slot& slot, const Given& seen, Live& live, bool ended, News& news) {
+    if (ended) memory_.read(&slot.final, sizeof slot.final);
     const Word word = Word::of(seen.published);
     const bool counted = word.tag.generation == live.tag.generation;
     const uint32_t upto = ended ? slot.final.records : counted ? word.value : live.seen;
     if (upto > live.output.capacity() || upto < live.seen) return false;
+    live.output.stretches(live.seen, upto, reading());
     for (; live.seen < upto; ++live.seen) {
       news.tokens.push_back(live.output.token(live.seen));
       if (live.output.stride != kPlainStride) news.scored.push_back(live.output.get(live.seen));
     }
     return true;
+  }
+
+  auto reading() {
+    return [this](const std::byte* at, uint64_t bytes) { memory_.read(at, bytes); };
   }
 
   // The other side broke the contract: the request fails and the slot is never used again.
@@ -436,6 +436,7 @@ class RequestSide {
     }
     const Words words = segment_.words(index);
     const Outcome outcome = release(words, live.tag);
+    send_word(index);
     const bool emptied = live.orphan && look(words).reclaimed();
     let_go(index, emptied ? Outcome::Done : outcome);
   }
@@ -471,11 +472,14 @@ class RequestSide {
       const uint64_t first = std::max(round_up(offset, kPage), kept);
       const uint64_t last = (offset + bytes) / kPage * kPage;
       if (first < last) segment_.give_back(first, last - first);
+      if (first < last) memory_.discard(segment_.arena() + first, last - first);
     }
+    memory_.flush();  // before it is written again
   }
 
   std::shared_ptr<Segment> shared_;
   Segment& segment_;
+  [[no_unique_address]] M memory_;
   Arena arena_;
   std::vector<Live> live_;    // by slot
   std::vector<Known> known_;  // by slot

@@ -22,6 +22,7 @@ from weft.batch.database import work_within
 from weft.batch.webhook_settings import WebhookSettings
 from weft.core.process import Backoff, describe_exit, exited, start_child
 from weft.core.served import ServedModel
+from weft.ring.link import RingAccess
 from weft.ring.segment import RingFds
 from weft.server.data import data_folder, store_limits
 from weft.server.options import ServerOptions
@@ -47,7 +48,7 @@ class BatchKeeper:
         self,
         options: ServerOptions,
         settings: Mapping[str, Any],
-        ring: RingFds,
+        ring: RingFds | RingAccess,
         card: asyncio.Future[str],
         board: int,
         number: int,

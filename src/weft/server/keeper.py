@@ -19,6 +19,7 @@ from weft.core.early import Starter
 from weft.core.errors import EngineDeadError
 from weft.core.memory import MemoryKills
 from weft.core.process import Backoff, Process, beat_s, describe_exit, exited, start_child
+from weft.ring.link import RingAccess
 from weft.ring.segment import RingFds
 from weft.server.counts import Board
 from weft.server.quota_board import release_plane
@@ -35,12 +36,12 @@ class Boards(NamedTuple):
     Attributes:
         counts: what they have counted.
         quotas: what API keys use.
-        targets: targets that are set while the server runs.
+        targets: targets that are set while the server runs; None where the engine is elsewhere.
     """
 
     counts: int
     quotas: int
-    targets: int
+    targets: int | None
 
 
 class FrontendKeeper:
@@ -59,7 +60,7 @@ class FrontendKeeper:
         self,
         number: int,
         settings: Mapping[str, Any],
-        ring: RingFds,
+        ring: RingFds | RingAccess,
         listener: socket.socket,
         boards: Boards,
         card: asyncio.Future[str],
@@ -164,8 +165,11 @@ class FrontendKeeper:
         command += ["--ring", str(self._ring), "--card", str(card)]
         command += ["--socket", str(self._listener.fileno())]
         command += ["--board", str(self._boards.counts), "--quotas", str(self._boards.quotas)]
-        command += ["--targets", str(self._boards.targets), "--number", str(self._number)]
+        command += ["--number", str(self._number)]
+        if self._boards.targets is not None:
+            command += ["--targets", str(self._boards.targets)]
         command += ["--announce"] * announce
+        boards = [board for board in self._boards if board is not None]
         theirs, settings = os.pipe()
         # A process that is dead already is noticed elsewhere.
         with contextlib.suppress(BrokenPipeError), os.fdopen(settings, "wb") as pipe:
@@ -173,7 +177,7 @@ class FrontendKeeper:
                 process = self._starter(
                     command,
                     stdin=theirs,
-                    pass_fds=[card, self._listener.fileno(), *self._boards, *self._ring.pass_fds],
+                    pass_fds=[card, self._listener.fileno(), *boards, *self._ring.pass_fds],
                     start_new_session=True,
                 )
             finally:

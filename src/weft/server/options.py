@@ -243,6 +243,37 @@ class ServerOptions:
         low=1,
         high=64,
     )
+    engine_only: bool = setting(
+        "bool",
+        False,
+        "serve no HTTP, but request planes on other machines (weft frontend); needs ring_listen",
+    )
+    ring_listen: str | None = setting(
+        "str",
+        None,
+        "HOST:PORT where request planes connect with engine_only; other addresses than loopback "
+        "need ring_key_file; port 0 takes a free one",
+    )
+    ring_planes: int = setting(
+        "int",
+        8,
+        "request planes, and batch processes of theirs, that engine_only takes at once",
+        low=1,
+        high=100,
+    )
+    ring_key_file: str | None = setting(
+        "path",
+        None,
+        "file with the key that an engine and its request planes elsewhere share: 16 bytes or more",
+    )
+    ring_timeout_s: float = setting(
+        "float",
+        10.0,
+        "seconds of silence after which the link of a ring is lost, and that a ring then waits for "
+        "the next link before what is open ends",
+        low=1,
+        high=3600,
+    )
     standby: bool | None = setting(
         "bool",
         None,
@@ -294,6 +325,12 @@ class ServerOptions:
                 "responses_db cannot be ':memory:': leave it unset, with one request plane, "
                 "or name a file that all request planes share.",
                 param="responses_db",
+            )
+        if self.engine_only != (self.ring_listen is not None):
+            raise ConfigError(
+                "engine_only and ring_listen go together, as in: weft serve --engine-only "
+                "--ring-listen HOST:PORT.",
+                param="ring_listen",
             )
         if self.usage_db == ":memory:":
             raise ConfigError("usage_db cannot be ':memory:': leave it unset.", param="usage_db")

@@ -1,7 +1,7 @@
 """The request-plane process: tokenises, serves HTTP, and talks to the engine through a ring.
 
     python -m weft.server.process --number N --ring FDS --socket FD --card FD --board FD
-                                  --quotas FD --parent PID [--announce]
+                                  --quotas FD --parent PID [--targets FD] [--announce]
 
 Settings come as JSON on standard input, the model's facts as one JSON line on the card descriptor
 once the engine is ready. The parent keeps an engine at the ring: while there is none, requests
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.api import ModelCard
-from weft.core.errors import WeftError
+from weft.core.errors import RingLinkError, RingRefusedError, WeftError
 from weft.core.logs import log_level, notice, set_up_logs
 from weft.core.process import (
     die_with,
@@ -38,8 +38,8 @@ from weft.core.served import ServedModel
 from weft.core.settings import format_bytes
 from weft.core.types import ServiceClass
 from weft.ring.client import RingClient
+from weft.ring.link import parse_ring
 from weft.ring.progress import Progress
-from weft.ring.segment import RingFds
 from weft.ring.target_board import TargetBoard
 from weft.server.counts import Board
 from weft.server.keeper import EXIT_REFUSED
@@ -53,6 +53,7 @@ from weft.text.renderer import shared_renderer
 from weft.text.template import find_template, has_template
 
 SETTLED_S = 2.0  # after the start
+EXIT_UNREACHABLE = 4  # of a request plane that may find its engine later
 KEPT_WEIGHTS = {"mapped": "mapped from the cache", "packed": "packed"}
 
 
@@ -65,8 +66,9 @@ def main() -> None:
     """Serve until SIGTERM; exit code 0 then."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--ring", required=True)
-    for name in ("--socket", "--card", "--parent", "--board", "--quotas", "--targets", "--number"):
+    for name in ("--socket", "--card", "--parent", "--board", "--quotas", "--number"):
         parser.add_argument(name, type=int, required=True)
+    parser.add_argument("--targets", type=int)  # without it the engine takes no others
     parser.add_argument("--announce", action="store_true")
     arguments = parser.parse_args()
     set_process_title("weft-frontend")
@@ -87,7 +89,8 @@ def main() -> None:
         _serve(arguments, settings, ServedModel.from_json(line), early)
     except WeftError as error:
         print(f"weft: {error.message}", file=sys.stderr)
-        sys.exit(EXIT_REFUSED)
+        passes = isinstance(error, RingLinkError) and not isinstance(error, RingRefusedError)
+        sys.exit(EXIT_UNREACHABLE if passes else EXIT_REFUSED)
 
 
 def _load_early(settings: Mapping[str, Any]) -> tuple[Path, Tokenizer] | None:
@@ -116,7 +119,7 @@ def _serve(
     template = find_template(Path(served.folder), settings["chat_template"])
     if template is None:
         shared_renderer().close()
-    client = RingClient(RingFds.parse(arguments.ring))
+    client = RingClient(parse_ring(arguments.ring))
 
     def on_listening(address: str) -> None:
         loop = asyncio.get_running_loop()
@@ -149,7 +152,7 @@ def _serve(
         on_listening=on_listening,
         board=Board(arguments.board, arguments.number),
         quotas=QuotaBoard(arguments.quotas, arguments.number),
-        targets=TargetBoard(arguments.targets),
+        targets=None if arguments.targets is None else TargetBoard(arguments.targets),
     )
 
 

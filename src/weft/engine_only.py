@@ -1,0 +1,103 @@
+"""``weft serve --engine-only``: an engine for request planes on other machines, and no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from weft.core.addresses import format_address
+from weft.core.config import EngineConfig
+from weft.core.early import Starter
+from weft.core.errors import ConfigError
+from weft.core.logs import notice
+from weft.core.process import beat_s
+from weft.core.sealed import read_key
+from weft.server.options import ServerOptions
+from weft.supervise import on_signals, run_kept
+
+# Of the server's settings those that concern an engine alone.
+OWN = (
+    *("engine_only", "ring_listen", "ring_planes", "ring_key_file", "ring_timeout_s"),
+    *("standby", "watchdog_s", "stalled_s", "drain_timeout_s"),
+)
+
+
+def check_engine_only(given: Mapping[str, Any]) -> None:
+    """Refuse settings of the HTTP server, which there is none of. Raises ConfigError."""
+    for name in given:
+        if name not in OWN:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"--engine-only serves no HTTP, so {flag} is of no use here; give it to weft "
+                "frontend.",
+                param=name,
+            )
+
+
+def serve_engine(
+    settings: Mapping[str, Any], config: EngineConfig, options: ServerOptions, start: Starter
+) -> int:
+    """Serve request planes elsewhere until SIGINT or SIGTERM; return the exit code.
+
+    Raises:
+        ConfigError: the address or the key cannot be used.
+        WeftError: what kept the engine from starting, or processes that died again and again.
+    """
+    from weft.ring.agent_keeper import listen_for_planes
+
+    key = read_key(options.ring_key_file)
+    assert options.ring_listen is not None, "the options were checked"
+    with listen_for_planes(options.ring_listen, key) as listener:
+        return asyncio.run(_supervise(settings, config, options, listener, key, start))
+
+
+async def _supervise(
+    settings: Mapping[str, Any],
+    config: EngineConfig,
+    options: ServerOptions,
+    listener: socket.socket,
+    key: bytes,
+    start: Starter,
+) -> int:
+    from weft.engine.keeper import EngineKeeper
+    from weft.engine.kv_file import create_kv_file
+    from weft.engine.links import EngineLinks
+    from weft.ring.agent_keeper import AgentKeeper
+    from weft.ring.segment import ring_of
+
+    signals = on_signals()
+    rings = [ring_of(config) for _ in range(options.ring_planes)]
+    beat = beat_s(options.watchdog_s, options.stalled_s)
+    links = EngineLinks(rings, None, beat, create_kv_file())
+    engines = EngineKeeper(
+        settings, links, start, standby=options.standby, watchdog_s=options.watchdog_s
+    )
+    card: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    given = {
+        "key": key.hex(),
+        "timeout_s": options.ring_timeout_s,
+        "tokenizer": config.tokenizer,
+        "chat_template": config.chat_template,
+        "log_level": config.log_level,
+        "log_format": config.log_format,
+    }
+    agent = AgentKeeper(listener, rings, given, card)
+    announcing = asyncio.create_task(_announce(card, listener))
+    try:
+        return await run_kept([agent], signals, options.drain_timeout_s, engines, card)
+    finally:
+        announcing.cancel()
+
+
+async def _announce(card: asyncio.Future[str], listener: socket.socket) -> None:
+    """Say where request planes connect, once there is an engine."""
+    from weft.core.served import ServedModel
+
+    served = ServedModel.from_json(await asyncio.shield(card))
+    address = format_address(listener.getsockname())
+    notice(f"an engine with {served.name} for request planes at {address}")
+    for line in (served.threads, served.host_attention, served.kv_disk, served.scheduling):
+        if line:
+            notice(line)

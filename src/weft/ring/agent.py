@@ -1,0 +1,416 @@
+"""The agent of request planes on other machines: stands in for them at the rings of an engine.
+
+    python -m weft.ring.agent --socket FD --card FD --parent PID --ring FDS [...]
+
+Settings come as JSON on standard input, the model's facts as one JSON line on the card descriptor
+once the engine is ready. The engine watches this process as it watches request planes: should it
+die, what they had open ends. SIGTERM lets what is open finish; after a second one nothing is waited
+for.
+
+Each request plane holds one ring. While its link is down the ring waits for it for a while, so that
+streams go on over the next link; after that, or when the same plane comes back as another process,
+the ring is taken from it: first no link may write to it any more, then the engine may reclaim it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.core.addresses import format_address
+from weft.core.errors import RingLinkError, RingRefusedError
+from weft.core.logs import log_level, set_up_logs
+from weft.core.process import die_with, raise_file_limit, set_process_title
+from weft.core.sealed import SealedSocket, answer, close_socket
+from weft.ring import _native
+from weft.ring.codec import SAMPLING
+from weft.ring.facts import describe_facts, send_files, text_files
+from weft.ring.layout import SIZES
+from weft.ring.link import CLOCK, CLOCKS, RULES, LinkFrame, pack_json, unpack_json
+from weft.ring.segment import RingFds
+
+TICK_S = 0.05  # between two looks at the info page, and at what has timed out
+MOST_HANDSHAKES = 16  # at once; more are turned away
+MOST_WAITING = 8 * 2**20  # bytes that a link may be behind; more waits in the ring
+SENT_BYTES = 2**18  # at once
+STILL_HERE_S = 1.0
+
+logger = logging.getLogger("weft.agent")
+
+
+@dataclass(frozen=True, slots=True)
+class _Caller:
+    """A request plane that has proved that it knows the key, and wants a ring."""
+
+    link: SealedSocket
+    peer: str
+    plane: str
+    session: str
+
+
+class RemotePlane:
+    """One ring, and the request plane on another machine that holds it, if any."""
+
+    def __init__(self, fds: RingFds) -> None:
+        self.wake = fds.wake
+        self.agent = _native.Agent(fds.memory, SAMPLING)
+        self.plane = self.session = self.peer = ""
+        self.link: SealedSocket | None = None
+        self.heard_s = self.lost_s = 0.0
+        self.writing = False
+        self._outgoing = bytearray()
+
+    @property
+    def held(self) -> bool:
+        return bool(self.session)
+
+    def welcome(self, caller: _Caller) -> None:
+        """Give the ring to a request plane; or a new link, if it holds the ring already."""
+        resumed = self.session == caller.session
+        self.plane, self.session, self.peer = caller.plane, caller.session, caller.peer
+        self.link, self.heard_s = caller.link, time.monotonic()
+        self._outgoing.clear()
+        self.writing = False
+        caller.link.set_timeout(0)
+        if resumed:
+            self.agent.forget()
+        else:
+            self.agent.attach()
+        slots, arena_bytes, memory_bytes = self.agent.sizes
+        self._put(
+            LinkFrame.WELCOME,
+            pack_json(
+                {
+                    "resumed": resumed,
+                    "slots": slots,
+                    "arena_bytes": arena_bytes,
+                    "memory_bytes": memory_bytes,
+                    "clock_ns": time.monotonic_ns(),
+                }
+            ),
+        )
+        if not resumed:
+            for part in self.agent.snapshot():
+                self._put(LinkFrame.RING, part)
+            self._put(LinkFrame.READY)
+
+    def drop_link(self) -> None:
+        """From now on nothing is written to the ring."""
+        if self.link is not None:
+            self.link.close()
+        self.link, self.lost_s = None, time.monotonic()
+        self._outgoing.clear()
+
+    def release(self) -> None:
+        """Take the ring from its request plane: the engine ends what is open."""
+        self.drop_link()
+        if self.held:
+            self.agent.detach()
+        self.plane = self.session = ""
+
+    def say(self, kind: LinkFrame) -> None:
+        """Send a frame without a body, if there is a link. Raises RingLinkError."""
+        if self.link is not None:
+            self._put(kind)
+            self.flush()
+
+    def take_in(self) -> None:
+        """Apply what the request plane has sent. Raises RingLinkError, ValueError."""
+        assert self.link is not None
+        for kind, body in self.link.receive_some():
+            self.heard_s = time.monotonic()
+            if kind == LinkFrame.RING:
+                self.agent.apply(body.tobytes())
+            elif kind == LinkFrame.PING:
+                (clock_ns,) = CLOCK.unpack(body)
+                self._put(LinkFrame.PONG, CLOCKS.pack(clock_ns, time.monotonic_ns()))
+            elif kind == LinkFrame.END:
+                self.release()
+                return
+            else:
+                raise RingLinkError(f"A request plane sends no frame of kind {kind}.")
+
+    def bring(self, *, whole: bool) -> None:
+        """Send what the engine has published since the last call. Raises RingLinkError.
+
+        Args:
+            whole: with its info page.
+        """
+        while self.link is not None and len(self._outgoing) < MOST_WAITING:
+            for part in self.agent.collect(whole):
+                self._put(LinkFrame.RING, part)
+            whole = False
+            self.flush()
+            if not self.agent.pending and self.agent.sleep():
+                return
+
+    def flush(self) -> None:
+        """Send as much as the system takes. Raises RingLinkError."""
+        while self._outgoing and self.link is not None:
+            sent = self.link.send_some(memoryview(bytes(self._outgoing[:SENT_BYTES])))
+            if not sent:
+                return
+            del self._outgoing[:sent]
+
+    @property
+    def behind(self) -> bool:
+        return bool(self._outgoing)
+
+    def _put(self, kind: LinkFrame, body: bytes = b"") -> None:
+        assert self.link is not None
+        self._outgoing += self.link.seal(kind, body)
+
+
+class RingAgent:
+    """Serves request planes until it is told to end.
+
+    Args:
+        listener: where they connect.
+        key: that they have to know; empty for none.
+        timeout_s: silence after which a link is given up; as long a ring waits for the next one.
+    """
+
+    def __init__(
+        self, listener: socket.socket, rings: Seq[RingFds], key: bytes, timeout_s: float
+    ) -> None:
+        self._listener, self._key, self._timeout_s = listener, key, timeout_s
+        self._planes = [RemotePlane(fds) for fds in rings]
+        self._facts: dict[str, Any] = {}
+        self._files: Mapping[str, Path] = {}
+        self._known = threading.Event()  # the facts
+        self._callers: list[_Caller] = []
+        self._lock = threading.Lock()
+        self._changed = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._handshakes = threading.Semaphore(MOST_HANDSHAKES)
+        self._endings = 0
+        self._epoll = select.epoll()
+        self._epoll.register(self._changed, select.EPOLLIN)
+        self._wakes = {plane.wake for plane in self._planes}
+        for plane in self._planes:
+            self._epoll.register(plane.wake, select.EPOLLIN)
+
+    def end(self) -> None:
+        """End when nothing is open any more; called again, at once. For signal handlers."""
+        self._endings += 1
+        os.eventfd_write(self._changed, 1)
+
+    def tell(self, card: str, files: Mapping[str, Path]) -> None:
+        """Set the facts of the model. For other threads."""
+        self._facts, self._files = describe_facts(card, files), files
+        self._known.set()
+
+    def run(self) -> None:
+        """Serve until ``end``."""
+        threading.Thread(target=self._listen, name="weft-ring-listen", daemon=True).start()
+        looked_s, leaving = 0.0, False
+        while self._endings < 2 and not (leaving and all(p.agent.idle for p in self._planes)):
+            up = any(plane.held for plane in self._planes)
+            events = self._epoll.poll(TICK_S if up or leaving else None)
+            whole = time.monotonic() - looked_s > TICK_S
+            if whole:
+                looked_s = time.monotonic()
+            for descriptor, _ in events:
+                self._on_event(descriptor)
+            for plane in self._planes:
+                self._guarded(plane, whole=whole)
+            if self._endings and not leaving:
+                leaving = True
+                close_socket(self._listener)
+                self._say_all(LinkFrame.LEAVE)
+        self._say_all(LinkFrame.END)
+        for plane in self._planes:
+            plane.release()
+
+    def _on_event(self, descriptor: int) -> None:
+        if descriptor == self._changed:
+            os.eventfd_read(self._changed)
+            with self._lock:
+                callers, self._callers = self._callers, []
+            for caller in callers:
+                self._admit(caller)
+        elif descriptor in self._wakes:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(descriptor)
+        else:
+            for plane in self._planes:
+                if plane.link is not None and plane.link.fileno() == descriptor:
+                    self._take_in(plane)
+
+    def _take_in(self, plane: RemotePlane) -> None:
+        try:
+            plane.take_in()
+        except RingLinkError as error:
+            self._lose(plane, error.message)
+        except ValueError as error:
+            self._lose(plane, f"{error}.")
+
+    def _guarded(self, plane: RemotePlane, *, whole: bool) -> None:
+        """Bring news to a request plane, and look for what has timed out."""
+        now_s = time.monotonic()
+        try:
+            if plane.link is not None:
+                plane.flush()
+                plane.bring(whole=whole)
+            if plane.link is not None and now_s - plane.heard_s > self._timeout_s:
+                raise RingLinkError("It is silent.")
+        except RingLinkError as error:
+            self._lose(plane, error.message)
+        if plane.link is not None and plane.behind != plane.writing:
+            plane.writing = plane.behind
+            wanted = select.EPOLLIN | (select.EPOLLOUT if plane.writing else 0)
+            self._epoll.modify(plane.link.fileno(), wanted)
+        if plane.held and plane.link is None and now_s - plane.lost_s > self._timeout_s:
+            logger.warning("Request plane %s did not come back; its requests end.", plane.peer)
+            plane.release()
+
+    def _lose(self, plane: RemotePlane, why: str) -> None:
+        logger.warning("The link to request plane %s is lost: %s", plane.peer, why)
+        plane.drop_link()
+
+    def _admit(self, caller: _Caller) -> None:
+        """Give a ring to a request plane: its own, that of its predecessor, or a free one."""
+        own = next((p for p in self._planes if p.session == caller.session), None)
+        before = next((p for p in self._planes if p.held and p.plane == caller.plane), None)
+        free = next((p for p in self._planes if not p.held), None)
+        chosen = own or before or free
+        if chosen is None or self._endings:
+            why = "it is about to end" if self._endings else "all its rings are taken"
+            message = f"{why}; raise ring_planes." if chosen is None else f"{why}."
+            _refuse(caller.link, message, final=False)
+            return
+        if own is None:
+            chosen.release()  # of the predecessor, which cannot write any more then
+        else:
+            chosen.drop_link()
+        chosen.welcome(caller)
+        self._epoll.register(caller.link.fileno(), select.EPOLLIN)
+        logger.info("Request plane %s has a ring.", caller.peer)
+
+    def _say_all(self, kind: LinkFrame) -> None:
+        for plane in self._planes:
+            with contextlib.suppress(RingLinkError):
+                plane.say(kind)
+
+    # -- those who connect -------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                link, peer = self._listener.accept()
+            except OSError:
+                return
+            if not self._handshakes.acquire(blocking=False):
+                close_socket(link)
+                continue
+            threading.Thread(
+                target=self._greet, args=(link, format_address(peer)), daemon=True
+            ).start()
+
+    def _greet(self, raw: socket.socket, peer: str) -> None:
+        """The handshake with whoever has connected; a refusal says why."""
+        link = None
+        try:
+            link = SealedSocket(raw, RULES, *answer(RULES, raw, self._key))
+            link.set_timeout(self._timeout_s)
+            kind, body = link.receive_frame()
+            if kind != LinkFrame.OPEN:
+                raise RingLinkError(f"The first frame is of kind {kind} and not OPEN.")
+            wanted = unpack_json(body)
+            if wanted.get("facts") is True:
+                self._serve_facts(link)
+            else:
+                self._queue(link, peer, wanted)
+                return
+        except RingRefusedError as error:
+            logger.warning("Request plane %s: %s", peer, error.message)
+            if link is not None:
+                _refuse(link, error.message, final=True)
+        except RingLinkError as error:
+            logger.info("Request plane %s: %s", peer, error.message)
+        finally:
+            self._handshakes.release()
+        close_socket(raw)
+
+    def _serve_facts(self, link: SealedSocket) -> None:
+        """Send the card once it is known, and then files, until the other side has enough."""
+        link.send_frame(LinkFrame.WELCOME, pack_json({}))
+        while not self._known.wait(STILL_HERE_S):
+            link.send_frame(LinkFrame.WELCOME, pack_json({}))
+        link.send_frame(LinkFrame.WELCOME, pack_json(self._facts))
+        send_files(link, self._files)
+
+    def _queue(self, link: SealedSocket, peer: str, wanted: Mapping[str, Any]) -> None:
+        theirs, mine = wanted.get("ring"), SIZES["version"]
+        if theirs != mine:
+            raise RingRefusedError(
+                f"The request plane has version {theirs} of the ring, the engine {mine}; install "
+                "the same version on both."
+            )
+        if wanted.get("sampling") != SAMPLING:
+            raise RingRefusedError(
+                "The request plane knows other sampling parameters than the engine; install the "
+                "same version on both."
+            )
+        plane, session = wanted.get("plane"), wanted.get("session")
+        if not (isinstance(plane, str) and isinstance(session, str) and plane and session):
+            raise RingLinkError("It says not who it is.")
+        with self._lock:
+            self._callers.append(_Caller(link, peer, plane, session))
+        os.eventfd_write(self._changed, 1)
+
+
+def _refuse(link: SealedSocket, message: str, *, final: bool) -> None:
+    with contextlib.suppress(RingLinkError):
+        link.send_frame(LinkFrame.REFUSE, pack_json({"message": message, "final": final}))
+    link.close()
+
+
+def main() -> None:
+    """Serve until SIGTERM; exit code 0 then."""
+    parser = argparse.ArgumentParser()
+    for name in ("--socket", "--card", "--parent"):
+        parser.add_argument(name, type=int, required=True)
+    parser.add_argument("--ring", action="append", required=True)
+    arguments = parser.parse_args()
+    set_process_title("weft-ring-agent")
+    raise_file_limit()
+    die_with(arguments.parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when Ctrl-C ends the server
+    settings = json.load(sys.stdin)
+    set_up_logs("agent", log_level(settings["log_level"]), settings["log_format"])
+    agent = RingAgent(
+        socket.socket(fileno=arguments.socket),
+        [RingFds.parse(text) for text in arguments.ring],
+        bytes.fromhex(settings["key"]),
+        settings["timeout_s"],
+    )
+    signal.signal(signal.SIGTERM, lambda *_: agent.end())
+
+    def wait_for_card() -> None:
+        with os.fdopen(arguments.card) as card:
+            line = card.readline()
+        if line:
+            chosen = [settings["tokenizer"], settings["chat_template"]]
+            paths = [None if path is None else Path(path) for path in chosen]
+            agent.tell(line.strip(), text_files(Path(json.loads(line)["folder"]), *paths))
+
+    threading.Thread(target=wait_for_card, name="weft-card", daemon=True).start()
+    agent.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Keeps the agent of remote request planes at its port: restarts it until it is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from weft.core.addresses import leads_to_loopback, parse_address
+from weft.core.early import Starter
+from weft.core.errors import ConfigError
+from weft.core.process import Backoff, Process, describe_exit, exited, start_child
+from weft.ring.segment import RingFds
+
+BACKLOG = 64
+
+logger = logging.getLogger("weft")
+
+
+def listen_for_planes(address: str, key: bytes) -> socket.socket:
+    """Return a socket that listens for request planes.
+
+    Raises:
+        ConfigError: the address cannot be had, or others than this machine reach it without a key.
+    """
+    host, port = parse_address(address, "ring_listen")
+    if not key and not leads_to_loopback(host):
+        raise ConfigError(
+            f"Other machines can reach {host}, so request planes must prove that they know a key; "
+            "name one with --ring-key-file, or listen on 127.0.0.1.",
+            param="ring_key_file",
+        )
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot listen on {address}: {error.strerror or error}.", param="ring_listen"
+        ) from None
+
+
+class AgentKeeper:
+    """One agent, and its successors on the same rings and listening socket.
+
+    Args:
+        settings: what the process reads from standard input.
+        card: the engine's facts as JSON, once there is an engine.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        rings: Seq[RingFds],
+        settings: Mapping[str, Any],
+        card: asyncio.Future[str],
+        start: Starter = start_child,
+    ) -> None:
+        self._listener, self._rings = listener, rings
+        self._settings, self._card, self._starter = settings, card, start
+        self._process: Process | None = None
+        self._ending = asyncio.Event()
+
+    @property
+    def pid(self) -> int:
+        """The pid of the present or last agent; 0 if there has been none."""
+        return 0 if self._process is None else self._process.pid
+
+    async def run(self) -> None:
+        """Keep an agent running until ``end``, and wait until it has ended.
+
+        Raises:
+            EngineDeadError: one after the other has died.
+        """
+        backoff = Backoff("agent of request planes")
+        while not self._ending.is_set():
+            started = time.monotonic()
+            why = describe_exit(await self._live())
+            if self._ending.is_set():
+                return
+            delay_s = backoff.delay_s(time.monotonic() - started, why)
+            logger.warning("The agent of request planes ended (%s); it is restarted.", why)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), delay_s)
+
+    def end(self) -> None:
+        """Ask it to let what is open finish and end; a second time, to end at once."""
+        self._ending.set()
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it without asking."""
+        self._ending.set()
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+
+    async def _live(self) -> int:
+        """One agent from its start to its end; its exit code."""
+        read_end, write_end = os.pipe()
+        try:
+            process = self._process = self._start(read_end)
+        except OSError as error:
+            os.close(write_end)
+            logger.error("The agent of request planes cannot be started: %s.", error.strerror)
+            return 1
+        finally:
+            os.close(read_end)
+        feeding = asyncio.create_task(self._feed(write_end))
+        try:
+            return await exited(process)
+        finally:
+            feeding.cancel()
+            await asyncio.wait([feeding])
+
+    def _start(self, card: int) -> Process:
+        command = [sys.executable, "-m", "weft.ring.agent", "--parent", str(os.getpid())]
+        command += ["--socket", str(self._listener.fileno()), "--card", str(card)]
+        for ring in self._rings:
+            command += ["--ring", str(ring)]
+        fds = [fd for ring in self._rings for fd in ring.pass_fds]
+        theirs, settings = os.pipe()
+        with contextlib.suppress(BrokenPipeError), os.fdopen(settings, "wb") as pipe:
+            try:
+                process = self._starter(
+                    command,
+                    stdin=theirs,
+                    pass_fds=[card, self._listener.fileno(), *fds],
+                    start_new_session=True,
+                )
+            finally:
+                os.close(theirs)
+            pipe.write(json.dumps(self._settings).encode())
+        return process
+
+    async def _feed(self, card: int) -> None:
+        """Hand over the engine's facts as soon as they are known."""
+        with os.fdopen(card, "w") as pipe:
+            pipe.write(await asyncio.shield(self._card) + "\n")
