@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.engine.devices import steps_in_flight
+from weft.engine.devices import is_resident, steps_in_flight
 from weft.engine.host_tier import device_attention
 from weft.exec.device import CudaDevice, Device, HostDevice, Replay
 from weft.exec.device_tier import device_tier
@@ -119,6 +119,7 @@ def graph_executor(
         capture=config.graphs,
         sizes=SIZES,
         lanes=LANES,
+        leases=is_resident(config, decoder.device),
     )
     device: Device = BlindDevice(table)
     if decoder.device != "cpu":

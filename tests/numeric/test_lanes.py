@@ -95,10 +95,10 @@ def starve(monkeypatch: pytest.MonkeyPatch, share: float, *, lanes_find_some: bo
     draw, ran_out, fed = random.Random(5), Counter[str](), [True]
     fits = GraphExecutor._fits
 
-    def launched(self, batch, output, carried=None):
+    def launched(self, batch, output, carried=None, ahead=0):
         fed[0] = carried is None or (lanes_find_some and not batch.rows)
         try:
-            return fits(self, batch, output, carried)
+            return fits(self, batch, output, carried, ahead)
         finally:
             fed[0] = True
 

@@ -13,7 +13,7 @@ import pytest
 from checkpoints import FAMILY_CASES, build, prompt, save_with_tokenizer
 from tight_kv import DRAWN, GREEDY, Traffic, least_kv_memory, run, settings_for
 
-from weft.core.errors import ParameterError
+from weft.core.errors import ConfigError, ParameterError
 from weft.core.types import FinishReason, Request, SamplingParams
 from weft.engine.build import build_engine
 from weft.exec import lease
@@ -333,3 +333,8 @@ def test_an_executor_without_the_loop_grants_nothing(folders, settings) -> None:
         assert ticket.lease is None
         alone.scheduler.commit(ticket.result())
     alone.engine.close()
+
+
+def test_a_loop_that_is_asked_for_and_not_there_is_an_error(folders) -> None:
+    with pytest.raises(ConfigError, match=r"runs with torch.*; leave it at 'auto'"):
+        Alone(folders["llama"], kernels="reference", resident="on")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from weft.kernels.advance import LeaseBounds, StepBuffer
 from weft.kernels.block_arrays import BlockArrays, block_pairs
 from weft.kernels.kv_storage import KV_DTYPES, row_size
 from weft.kernels.lanes import MOST_LOOKS, LaneOutbox, LaneState, TicketRule
 from weft.kernels.sampling import SETTINGS, RowState, SampleBatch
 from weft.kernels.triton import (
     activation,
+    advance,
     blocks,
     embedding,
     lanes,
@@ -33,6 +35,7 @@ def launch(capability: int) -> None:
     launch_choice()
     launch_copies()
     launch_lanes(torch.bfloat16)
+    launch_advance()
 
 
 def launch_rows(dtype: torch.dtype) -> None:
@@ -101,3 +104,15 @@ def launch_choice() -> None:
     process_logits.verify_drafts(
         rows, finite, samples, state, torch.zeros(TOKENS, 2, dtype=torch.int64)
     )
+
+
+def launch_advance() -> None:
+    """Steps of few rows and of many, with one KV group and with two."""
+    for tokens, groups in ((TOKENS, 1), (512, 2)):
+        numbers, words = torch.zeros(tokens, dtype=torch.int64), torch.zeros(tokens + 1).int()
+        step = StepBuffer(
+            numbers, numbers, numbers.expand(groups, -1), words, words[:-1],
+            words[:-1].expand(groups, -1), words, numbers, numbers, words, numbers[:2], BLOCK,
+        )  # fmt: skip
+        bounds = LeaseBounds.empty(512, [0] * groups, torch.zeros(1).int(), 512, CPU)
+        advance.advance(step, bounds, torch.zeros(tokens, 2, dtype=torch.int64))

@@ -215,8 +215,9 @@ class EngineConfig:
     resident: str = setting(
         "str",
         "auto",
-        "decode steps without Python between them where nothing changes; auto does so on a CPU",
-        choices=("auto", "off"),
+        "decode steps that nobody plans one by one where nothing changes: auto on a CPU, on also "
+        "on a GPU",
+        choices=("auto", "on", "off"),
     )
     max_crashes: int = setting(
         "int",

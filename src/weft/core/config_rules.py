@@ -27,6 +27,12 @@ def check_budget(max_num_batched_tokens: int, max_num_seqs: int) -> None:
 def check_sizes(config: EngineConfig) -> None:
     """Raise ConfigError if a step, the ring or groups of quantised weights have no such size."""
     check_budget(config.max_num_batched_tokens, config.max_num_seqs)
+    if config.resident == "on" and config.tensor_parallel > 1:
+        raise ConfigError(
+            f"resident 'on' is for one process, and tensor_parallel is {config.tensor_parallel}: "
+            "no rank goes on by itself; leave resident at 'auto'.",
+            param="resident",
+        )
     if config.quantize_group not in QUANTIZE_GROUPS:
         raise ConfigError(
             f"quantize_group must be 32, 64 or 128, not {config.quantize_group}.",

@@ -140,16 +140,18 @@ def kv_memory(decoder: Decoder, nodes: Sequence[int] = ()) -> Memory:
 def describe_executor(executor: Executor) -> str:
     """A readable description of how steps run."""
     captured = getattr(executor, "captured", None)  # of a graph executor
+    resident = bool(getattr(executor, "resident", False))
     if captured is None:
-        resident = isinstance(executor, EagerExecutor) and executor.resident
         words = "eager" if executor.depth else "eager, on the thread that plans"
         return f"{words}, decoding by the resident loop" if resident else words
-    return f"{captured} captured graphs" if captured else "uncaptured"
+    described = f"{captured} captured graphs" if captured else "uncaptured"
+    return described + ", replayed under leases" * resident
 
 
 def is_resident(config: EngineConfig, device: str) -> bool:
     """Whether steps are leased to the resident loop; see ``resident`` in the settings."""
-    return config.resident != "off" and is_cpu(device) and config.tensor_parallel == 1
+    wanted = config.resident == "on" or (config.resident == "auto" and is_cpu(device))
+    return wanted and config.tensor_parallel == 1
 
 
 def steps_in_flight(config: EngineConfig, device: str) -> int:
@@ -175,6 +177,7 @@ def make_executor(
     Raises:
         OutOfMemoryError: the host has no memory for its KV.
         HostWorkerError: nobody can attend there, as is asked for.
+        ConfigError: a resident loop is asked for, which the kernels do not have.
     """
     host_tier = allocating(
         f"the KV of the host ({format_bytes(config.host_kv_memory or 0)})",
@@ -187,7 +190,15 @@ def make_executor(
         blocks = None if disk is None else DiskBlocks(store, disk)
         depth = steps_in_flight(config, decoder.device)
         resident = is_resident(config, decoder.device)
-        return EagerExecutor(decoder, store, table, depth, tier, blocks, resident=resident)
+        executor = EagerExecutor(decoder, store, table, depth, tier, blocks, resident=resident)
+        if config.resident == "on" and not executor.resident:
+            executor.close()
+            raise ConfigError(
+                "resident 'on' needs the native kernels for all layers and the output head, and "
+                f"this model runs with {decoder.ops.describe()['linear']}; leave it at 'auto'.",
+                param="resident",
+            )
+        return executor
     from weft.exec.device import CudaDevice
     from weft.exec.device_tier import device_tier
     from weft.exec.graphs import GraphExecutor, Steps
@@ -198,6 +209,7 @@ def make_executor(
         depth=steps_in_flight(config, decoder.device),
         capture=config.graphs,
         lanes=lanes_for(resolved.max_num_seqs),
+        leases=is_resident(config, decoder.device),
     )
     device = CudaDevice(decoder.device)
     with host_tier:

@@ -2,7 +2,8 @@
 
 The forward pass of decodes alone is captured apart from the one of any rows, and each with lanes
 for piggybacked rows apart from the one without. Overlapped sub-batches are captured for pairs of
-sizes. Other sizes run the same functions uncaptured.
+sizes. Where rows are leased, a decode step that follows one of the same rows is a graph of its own.
+Other sizes run the same functions uncaptured.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class CapturedSteps:
     Attributes:
         forward_graphs: by size, tokens of a row at the most, and whether there are lanes.
         sample_graphs: by size, and whether there are lanes.
+        leased_graphs: by size, with the hashes of both layouts.
         overlapped_graphs: by the sizes of two sub-batches, and tokens of a row at the most.
     """
 
@@ -43,10 +45,12 @@ class CapturedSteps:
         self._functions, self._packer, self._device = functions, packer, device
         self.forward_graphs: dict[tuple[int, int | None, bool], Captured] = {}
         self.sample_graphs: dict[tuple[int, bool], Captured] = {}
+        self.leased_graphs: dict[int, tuple[Replay, tuple[int, int]]] = {}
         self.overlapped_graphs: dict[tuple[tuple[int, ...], int | None], Captured] = {}
 
     def __len__(self) -> int:
-        return len(self.forward_graphs) + len(self.sample_graphs) + len(self.overlapped_graphs)
+        each = self.forward_graphs, self.sample_graphs, self.leased_graphs, self.overlapped_graphs
+        return sum(len(graphs) for graphs in each)
 
     def upload(self, packed: PackedStep) -> None:
         """Order the upload of a packed step."""
@@ -103,10 +107,28 @@ class CapturedSteps:
         graph.replay()
         return graph.layout_hash
 
-    def prepare(self, captured: Seq[int], most_samples: int) -> None:
+    def go_on(self, packed: PackedStep) -> tuple[int, int]:
+        """Order the step after the latest one; return the hashes of the layouts by which it reads.
+
+        Args:
+            packed: a decode step of the same rows.
+        """
+        graph, sample = self.leased_graphs.get(packed.forward.size), packed.sample
+        if graph is not None:
+            replay, read = graph
+            replay()
+            return read
+        assert sample is not None
+        self._functions.go_on(packed.forward, sample)
+        return packed.forward.hash, sample.hash
+
+    def prepare(self, captured: Seq[int], most_samples: int, *, leases: bool = False) -> None:
         """Capture the steps of some sizes; run larger ones once as warm-up.
 
         Their kernels compile, and the memory that they take is known to be there.
+
+        Args:
+            leases: whether rows may be leased.
 
         Raises:
             OutOfMemoryError: it is not.
@@ -122,6 +144,8 @@ class CapturedSteps:
                 self._capture_overlapped((first, second))
             for size in reversed(captured):
                 self._capture(size, most_samples)
+                if leases and size <= min(most_samples, self._packer.most_decodes):
+                    self._capture_leased(size)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -146,6 +170,11 @@ class CapturedSteps:
             body = partial(self._functions.overlapped, sizes, most)
             graph = Captured(self._device.capture(body), packed.forward.hash)
             self.overlapped_graphs[sizes, most] = graph
+
+    def _capture_leased(self, size: int) -> None:
+        forward, sample = self._pad(size)
+        replay = self._device.capture(partial(self._functions.go_on, forward, sample))
+        self.leased_graphs[size] = replay, (forward.hash, sample.hash)
 
     @property
     def _kinds(self) -> tuple[bool, ...]:

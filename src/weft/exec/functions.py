@@ -17,6 +17,7 @@ from weft.exec.overlap_pass import AwaitLayer, BatchTokens, OverlappedPass
 from weft.exec.step_layout import LaneSizes, Layout
 from weft.exec.step_packer import StepPacker
 from weft.exec.store import KVStore
+from weft.kernels.advance import LeaseBounds, StepBuffer
 from weft.kernels.interface import AttentionMetadata
 from weft.kernels.sampling import RowState, SampleBatch
 from weft.models.decoder import Decoder
@@ -32,6 +33,7 @@ class StepFunctions:
             read, as ``Buffer`` has them, then of each sample what ``sampling.verify_drafts`` says.
             With lanes, right behind the samples of the step: the same of each lane, then the row
             that has ended in each lane, or R.
+        bounds: of leases.
         lanes: None where steps carry no piggybacked rows.
         overlap: None where sub-batches do not overlap with attention on the host.
     """
@@ -59,6 +61,13 @@ class StepFunctions:
         padding = 0  # of the second sub-batch
         if packer.pairs is not None:
             self.overlap, padding = OverlappedPass(decoder, store, device, packer.max_rows), most
+        self.bounds = LeaseBounds.empty(
+            packer.most_decodes,
+            packer.windows,
+            device.exchange_memory(1, torch.int32),
+            packer.max_rows,
+            where,
+        )
         self.uploaded = torch.zeros(packer.layout.words, dtype=torch.int32, device=where)
         self.hidden = torch.zeros(
             most + max(count, padding),
@@ -192,6 +201,26 @@ class StepFunctions:
         if carries:
             ended = self._lane_pass.ended
             self.results[1 + count : 1 + count + len(ended), 0].copy_(ended)
+
+    @torch.inference_mode()
+    def go_on(self, forward: Layout, sample: Layout) -> None:
+        """Compute the next step of the rows in the buffer, a token each, after their latest one.
+
+        If their lease has ended, the step is padding, and the hashes of the results are 0 and why.
+        """
+        size, pivot = forward.size, self._packer.layout.pivot
+        tokens = forward.views(self.uploaded, pivot)
+        samples = sample.views(self.uploaded, self._packer.sample_at(sample))
+        step = StepBuffer(
+            **tokens,
+            **{name: samples[name] for name in ("row", "counter", "changes")},
+            tables=self.uploaded[pivot + forward.words :],
+            hashes=self._packer.layout.hashes(self.uploaded),
+            block_size=self._block_size,
+        )
+        self._decoder.ops.advance(step, self.bounds, self.results[1 : 1 + size])
+        self.forward(forward, 1, carries=False)
+        self.sample(sample)
 
     @torch.inference_mode()
     def score(self, layout: Layout, samples: Tensor, alternatives: bool) -> Tensor:

@@ -17,6 +17,8 @@ wait for all that runs on a device.
 Log probabilities are computed behind the tokens, uncaptured, and come back with them. What few
 requests need is done on the host between two steps: grammars, log probabilities of prompts,
 embeddings. The next step then waits for it.
+
+Where a plan leases its rows, more steps of them follow without plans or uploads (``replayed``).
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ from weft.exec.lane_rows import LaneRows
 from weft.exec.launched import LaunchedBatch
 from weft.exec.logprobs import COLUMNS, describe
 from weft.exec.overlapped_rows import OverlappedRows
+from weft.exec.replayed import DeviceLease, ReplayedSteps
 from weft.exec.sample import Sampled, sample
 from weft.exec.step_layout import SIZES, LaneSizes, PairSizes, captured_sizes, padded_size
 from weft.exec.step_packer import BUFFERS, NOTHING, Carried, PackedStep, StepPacker
@@ -74,6 +77,7 @@ class Steps:
         capture: whether steps are captured.
         sizes: ascending, those that steps are padded to.
         lanes: for piggybacked rows, in steps that carry some.
+        leases: whether a plan may lease its rows for steps that are not planned.
     """
 
     max_tokens: int
@@ -82,6 +86,7 @@ class Steps:
     capture: bool = True
     sizes: Seq[int] = SIZES
     lanes: int = 0
+    leases: bool = False
 
 
 class GraphExecutor:
@@ -131,7 +136,12 @@ class GraphExecutor:
         self._steps = CapturedSteps(self._functions, self._packer, device)
         device.synchronize()  # weights and KV were not ordered as its work
         if steps.capture:
-            self._steps.prepare(captured_sizes(max_tokens, sizes), self._most_samples)
+            self._steps.prepare(
+                captured_sizes(max_tokens, sizes), self._most_samples, leases=steps.leases
+            )
+        self._leases: ReplayedSteps | None = None
+        if steps.leases:
+            self._leases = ReplayedSteps(table, self._functions, self._steps, device)
         self._lanes: LaneRows | None = None
         if tier is not None and tier.attention is not None and self._functions.lanes is not None:
             self._lanes = LaneRows(table, tier.attention, self._functions.lanes, device)
@@ -144,6 +154,11 @@ class GraphExecutor:
     def captured(self) -> int:
         return len(self._steps)
 
+    @property
+    def resident(self) -> bool:
+        """Whether plans may lease their rows."""
+        return self._leases is not None
+
     def launch(self, plan: StepPlan) -> StepTicket:
         """Order a step. Before it, what steps in flight need of the host is done."""
         check_computes(plan, self.tier)
@@ -151,6 +166,7 @@ class GraphExecutor:
         while self._launched and (self._launched[-1].needs_host or self._holds(held)):
             self._finish(self._launched.popleft())
         output = StepOutput(self._table)
+        lease: DeviceLease | None = None
         with self._device.work():
             if self._lanes is not None:
                 self._lanes.before(plan)
@@ -165,17 +181,17 @@ class GraphExecutor:
             if self._overlapped is not None and any(batch.tiers for batch in batches):
                 self._launch_overlapped(batches, self._overlapped, output)
             else:
+                lease = None if self._leases is None else self._leases.lease(plan)
                 for batch in batches:
-                    self._launch_batch(batch, output)
+                    self._launch_batch(batch, output, 0 if lease is None else plan.lease)
             if self.tier is not None:
                 if self._overlapped is not None and any(move.after_layer for move in plan.moves):
                     self._finish_all()  # copies may pin memory, for which a driver may wait
                 self.tier.after(plan, self._table)
         if self._decoder.ops.ranks.rank > 0 and self._launched and self._launched[-1].needs_host:
             self._finish_all()  # all ranks do it together, and this one does not hear when
-        return StepTicket(
-            plan.step_id, partial(self._collect, plan.step_id, output, plan.piggybacks)
-        )
+        collect = partial(self._collect, plan.step_id, output, plan.piggybacks, lease)
+        return StepTicket(plan.step_id, collect, lease)
 
     def _prepare_kv(self, plan: StepPlan) -> None:
         """Order zeros and copies; what comes back to the device is there before the step computes.
@@ -206,7 +222,12 @@ class GraphExecutor:
         """Whether a step in flight computes one of these rows."""
         return any(not part.rows_computed.isdisjoint(rows) for part in self._launched)
 
-    def _collect(self, step_id: int, output: StepOutput, piggybacks: bool) -> StepResult:
+    def _collect(
+        self, step_id: int, output: StepOutput, piggybacks: bool, lease: DeviceLease | None
+    ) -> StepResult:
+        if lease is not None and self._leases is not None:
+            take = lambda: self._finish(self._launched.popleft())  # noqa: E731
+            self._leases.run(self._launched, output, lease, take)
         while any(part.output is output for part in self._launched):
             self._finish(self._launched.popleft())
         if piggybacks and self._lanes is not None:
@@ -215,13 +236,13 @@ class GraphExecutor:
 
     # -- on the device ------------------------------------------------------------------------
 
-    def _launch_batch(self, batch: SubBatch, output: StepOutput) -> None:
+    def _launch_batch(self, batch: SubBatch, output: StepOutput, ahead: int = 0) -> None:
         """Launch a sub-batch; if memory runs out, its rows one by one to find the cause.
 
         Computing a row again is safe: it writes the same KV to the same slots. Drafts are left out
         then, so that they cannot be the cause.
         """
-        if self._fits(batch, output):
+        if self._fits(batch, output, ahead=ahead):
             return
         for row in batch.rows:  # its tokens of this step may have been counted
             self._add_row(row, output)
@@ -232,9 +253,11 @@ class GraphExecutor:
             self._launch_batch(single, output)
             self._finish_all()
 
-    def _fits(self, batch: SubBatch, output: StepOutput, carried: Carried | None = None) -> bool:
+    def _fits(
+        self, batch: SubBatch, output: StepOutput, carried: Carried | None = None, ahead: int = 0
+    ) -> bool:
         """Launch a sub-batch; False if memory runs out, with nothing in flight then."""
-        return self._order(partial(self._run, batch, output, carried))
+        return self._order(partial(self._run, batch, output, carried, ahead))
 
     def _order(self, run: Callable[[], LaunchedBatch]) -> bool:
         while self._launched and (self._launched[-1].needs_host or len(self._launched) == BUFFERS):
@@ -312,9 +335,9 @@ class GraphExecutor:
         return OutOfMemoryGuard(self._decoder.ops.ranks.size)
 
     def _run(
-        self, batch: SubBatch, output: StepOutput, carried: Carried | None = None
+        self, batch: SubBatch, output: StepOutput, carried: Carried | None, ahead: int
     ) -> LaunchedBatch:
-        packed = self._packer.pack(batch, carried)
+        packed = self._packer.pack(batch, carried, ahead)
         self._steps.upload(packed)
         return self._end_launch(batch, packed, self._steps.forward(packed), output)
 
@@ -355,7 +378,7 @@ class GraphExecutor:
             inputs.sample_rows.copy(),
             scored,
             scores,
-            packed.overlapped is not None or self._needs_host(batch),
+            packed.overlapped is not None or self._table.needs_host(batch),
             self._device.record(),
             output,
             on_way,
@@ -378,17 +401,6 @@ class GraphExecutor:
         return scored, target[: found.numel()].view(found.shape)
 
     # -- on the host --------------------------------------------------------------------------
-
-    def _needs_host(self, batch: SubBatch) -> bool:
-        """Whether rows want more of a step than tokens that the device chooses."""
-        table = self._table
-        if not (table.on_host or table.embedding or table.prompt_scored):
-            return False
-        return any(
-            (samples and (row in table.embedding or row in table.on_host))
-            or (row in table.prompt_scored and start < table.num_prompt[row] - 1)
-            for row, start, samples in zip(batch.rows, batch.starts, batch.samples, strict=True)
-        )
 
     def _finish_all(self) -> None:
         while self._launched:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.errors import InvariantError
-from weft.core.plan import KVMove, RowAdd, StepPlan
+from weft.core.plan import KVMove, RowAdd, StepPlan, SubBatch
 from weft.core.types import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, NEUTRAL, NUMBERS, SamplingParams
 from weft.exec.grammar import GrammarRows
 from weft.exec.restrict import Restrictions
@@ -121,6 +121,16 @@ class InputBatch:
         """Whether a row has a grammar, or other tokens that may not be sampled."""
         return row in self.restrictions or (self.grammars is not None and row in self.grammars)
 
+    def needs_host(self, batch: SubBatch) -> bool:
+        """Whether rows want more of a step than tokens that a device chooses."""
+        if not (self.on_host or self.embedding or self.prompt_scored):
+            return False
+        return any(
+            (samples and (row in self.embedding or row in self.on_host))
+            or (row in self.prompt_scored and start < self.num_prompt[row] - 1)
+            for row, start, samples in zip(batch.rows, batch.starts, batch.samples, strict=True)
+        )
+
     def apply(self, plan: StepPlan) -> None:
         """Bring the rows up to the plan: drop, add, move, extend, in this order.
 
@@ -176,6 +186,8 @@ class InputBatch:
             raise InvariantError(f"row {row} was dropped but is empty")
         self.sequence_ids[row] = -1
         self.params[row] = None
+        for blocks in self.tables:
+            blocks[row] = -1  # so that a table has nothing beyond the blocks of its row
         for marked in (self.penalised, self.embedding, self.prompt_scored, self.on_host):
             marked.discard(row)
         for special in (self.scored, self.named, self.bias, self.delayed, self.stop_ids):

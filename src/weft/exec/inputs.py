@@ -85,7 +85,11 @@ class InputPacker:
         return inputs
 
     def pack_tables(
-        self, windows: list[int], blocks: NDArray[np.int32], starts: NDArray[np.int32]
+        self,
+        windows: list[int],
+        blocks: NDArray[np.int32],
+        starts: NDArray[np.int32],
+        ahead: int = 0,
     ) -> int:
         """Write the block tables of the latest sub-batch one behind the other.
 
@@ -95,14 +99,15 @@ class InputPacker:
             windows: of each group; 0 for none.
             blocks: gets the tables of all groups.
             starts: [G, R] gets where each begins; 0 where there is no row.
+            ahead: tokens of each row beyond those of the sub-batch that its table is for.
 
         Returns:
             how many entries were written.
 
         Raises:
-            IndexError: ``blocks`` is too small.
+            IndexError: ``blocks`` is too small, or the tables of the rows are.
         """
-        return self._native.pack_tables(windows, blocks, starts)
+        return self._native.pack_tables(windows, blocks, starts, ahead)
 
     def _reserve(self, tokens: int) -> None:
         table = self._table

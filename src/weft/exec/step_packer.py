@@ -98,6 +98,7 @@ class PackedStep:
         inputs: what was packed, valid until the next sub-batch is.
         carries: whether lanes carry piggybacked rows.
         overlapped: of overlapped sub-batches; their samples come in the order of the plan.
+        ahead: steps after it for which the tables have room.
     """
 
     buffer: int
@@ -107,6 +108,7 @@ class PackedStep:
     inputs: StepInputs
     carries: bool = False
     overlapped: OverlappedStep | None = None
+    ahead: int = 0
 
     @property
     def max_query_len(self) -> int | None:
@@ -127,6 +129,7 @@ class StepPacker:
     Attributes:
         max_rows, max_tokens: of a step, of the tokens padding included.
         most_decodes: ``max_tokens`` of a step in which each row computes one.
+        windows: of each KV group; 0 for none.
         buffers: on the host, each as ``layout`` says.
     """
 
@@ -143,7 +146,7 @@ class StepPacker:
     ) -> None:
         self._table, self.pairs = table, pairs
         self._of_device = [InputPacker(table, block_size) for _ in range(MOST)]
-        self._windows = [window or 0 for window in windows]
+        self.windows = [window or 0 for window in windows]
         self._sizes = sizes
         self._packer = InputPacker(table, block_size)
         self.max_rows = len(table.sequence_ids)
@@ -165,12 +168,15 @@ class StepPacker:
 
     def forward_layout(self, tokens: int) -> Layout:
         """The layout of the forward pass over so many tokens, padding included."""
-        return forward_layout(tokens, min(tokens, self.max_rows), len(self._windows))
+        return forward_layout(tokens, min(tokens, self.max_rows), len(self.windows))
 
-    def pack(self, batch: SubBatch, carried: Carried | None = None) -> PackedStep:
+    def pack(self, batch: SubBatch, carried: Carried | None = None, ahead: int = 0) -> PackedStep:
         """Write a sub-batch into the next buffer, and what the lanes of the step are told.
 
         A step with lanes samples, so that a row may end in it.
+
+        Args:
+            ahead: steps of the same rows that may follow without being packed.
 
         Raises:
             IndexError: the plan is beyond the rows.
@@ -181,11 +187,11 @@ class StepPacker:
         sample = None
         if len(inputs.sample_rows) or carried is not None:
             sample = sample_layout(padded_size(len(inputs.sample_rows), self._sizes))
-        return self._fill(batch, inputs, forward, sample, carried)
+        return self._fill(batch, inputs, forward, sample, carried, ahead)
 
     def overlapped_layout(self, sizes: tuple[int, ...]) -> Layout:
         """The layout of overlapped sub-batches of so many tokens, padding included."""
-        return overlapped_layout(sizes, self.max_rows, len(self._windows))
+        return overlapped_layout(sizes, self.max_rows, len(self.windows))
 
     def pack_overlapped(
         self, batches: Seq[SubBatch], serial: int, sizes: tuple[int, int] | None = None
@@ -270,7 +276,7 @@ class StepPacker:
         bounds, starts = inputs.groups[0].query_start, arrays[f"table_start{number}"]
         _put(arrays[f"query_start{number}"], bounds, len(inputs.input_ids))
         _put(arrays[f"seq_lens{number}"], inputs.groups[0].seq_lens)
-        count = packer.pack_tables(self._windows, tables[used:], starts)
+        count = packer.pack_tables(self.windows, tables[used:], starts)
         starts += used
         return count
 
@@ -290,6 +296,7 @@ class StepPacker:
         forward: Layout,
         sample: Layout | None,
         carried: Carried | None,
+        ahead: int = 0,
     ) -> PackedStep:
         buffer, self._next = self._next, (self._next + 1) % BUFFERS
         pivot = self.layout.pivot
@@ -299,9 +306,9 @@ class StepPacker:
         arrays = self._arrays(buffer, forward, pivot)
         self._write_tokens(arrays, batch, inputs)
         tables = self.buffers[buffer].numpy()[pivot + forward.words :]
-        used = self._packer.pack_tables(self._windows, tables, arrays["table_start"])
+        used = self._packer.pack_tables(self.windows, tables, arrays["table_start"], ahead)
         words = self._end(buffer, read_as, batch, inputs, sample, pivot + forward.words + used)
-        return PackedStep(buffer, words, forward, sample, inputs, carried is not None)
+        return PackedStep(buffer, words, forward, sample, inputs, carried is not None, ahead=ahead)
 
     def _end(
         self,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from weft.exec.input_batch import MOST_EDITS, SEAT_BYTES
 from weft.exec.logprobs import SCORED_TOKENS_AT_ONCE
 from weft.exec.step_layout import HASH_WORDS, SIZES, STRIDE, Buffer, LaneSizes, padded_size
+from weft.kernels.advance import told_size
 from weft.kernels.collectives import ONE_EXCHANGE_BYTES
 from weft.kernels.lanes import AT_ONCE, lane_state_bytes
 from weft.kernels.sampling import SETTINGS, state_bytes
@@ -59,6 +60,7 @@ def workspace_bytes(
     lanes = LaneSizes(spec.num_layers, sizes.lanes, sizes.rows) if sizes.lanes else None
     buffer = Buffer.for_steps(tokens, sizes.rows, sizes.blocks, lanes, overlaps=sizes.overlaps)
     static = buffer.words * FLOAT + sizes.scratch_bytes
+    static += 8 * told_size(padded_size(min(sizes.rows, sizes.tokens)))  # of leases
     padding = tokens if sizes.overlaps else 0  # of a second sub-batch
     static += (tokens + sizes.lanes + padding) * (
         spec.hidden_size * element + 3 * 8 + 1

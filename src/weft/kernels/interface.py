@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
+from weft.kernels.advance import Advance
 from weft.kernels.arrays import Array
 from weft.kernels.collectives import ALONE, Collectives
 from weft.kernels.lanes import LaneOps
@@ -270,6 +271,7 @@ class OpTable:
     log_softmax: LogSoftmax
     top_k: TopK
     verify_drafts: VerifyDrafts
+    advance: Advance
     lanes: LaneOps  # of steps that can be captured
     pack: Pack
     quantise: Quantise

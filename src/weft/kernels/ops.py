@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from weft.kernels import reference_lanes
+from weft.kernels import reference_advance, reference_lanes
 from weft.kernels.interface import Fused, OpTable, PackedMatrices
 from weft.kernels.lanes import LaneOps
 from weft.kernels.sampling import penalise
@@ -30,6 +30,7 @@ OP_DTYPES = {
     "log_softmax": "float32",
     "top_k": "float32",
     "verify_drafts": "int64",
+    "advance": "int64",
 }
 
 LANES_ON_TENSORS = LaneOps(
@@ -118,6 +119,7 @@ def _reference_ops(device: str, weights: Mapping[str, str]) -> OpTable:
         log_softmax=reference_sampling.log_softmax,
         top_k=reference_sampling.top_k,
         verify_drafts=reference_sampling.verify_drafts,
+        advance=reference_advance.advance,
         lanes=LANES_ON_TENSORS,
         pack=partial(reference.upload, device=where),
         quantise=partial(float8.quantised, device=where),
@@ -140,6 +142,7 @@ def _reference_ops(device: str, weights: Mapping[str, str]) -> OpTable:
             "log_softmax": "torch",
             "top_k": "torch",
             "verify_drafts": "reference",
+            "advance": "reference",
         },
     )
 
@@ -207,6 +210,7 @@ def _native_ops(dtype: str, weights: Mapping[str, str]) -> OpTable:
         log_softmax=logprobs.log_softmax,
         top_k=logprobs.top_k,
         verify_drafts=_on_tensors("verify_drafts"),
+        advance=reference_advance.advance,
         lanes=LANES_ON_TENSORS,
         pack=matrix.pack,
         quantise=matrix.quantised,
@@ -230,6 +234,7 @@ def _native_ops(dtype: str, weights: Mapping[str, str]) -> OpTable:
             "log_softmax": "numpy",
             "top_k": "numpy",
             "verify_drafts": "python",
+            "advance": "python",
         },
         isa=isa.chosen_isa(),
     )
@@ -241,6 +246,7 @@ def _triton_ops(device: str, dtype: str, weights: Mapping[str, str], tuning: str
         from weft.kernels import reference_sampling
         from weft.kernels.triton import (
             activation,
+            advance,
             attention,
             lanes,
             layer,
@@ -286,6 +292,7 @@ def _triton_ops(device: str, dtype: str, weights: Mapping[str, str], tuning: str
         log_softmax=reference_sampling.log_softmax,
         top_k=reference_sampling.top_k,
         verify_drafts=process_logits.verify_drafts,
+        advance=advance.advance,
         lanes=LaneOps(
             lanes.choose_lanes,
             lanes.join_lanes,
@@ -320,6 +327,7 @@ def _triton_ops(device: str, dtype: str, weights: Mapping[str, str], tuning: str
             "log_softmax": "torch",
             "top_k": "torch",
             "verify_drafts": "triton",
+            "advance": "triton",
         },
         tuning=found,
     )

@@ -210,14 +210,34 @@ class Stamps {
   const weft::resident::Outlet outlet_{this, [](void*) { return false; }, note};
 };
 
-void grant(Lease& lease, nb::object outlet) {
-  if (outlet.is_none()) return lease.grant(nullptr);
-  const auto capsule = nb::cast<nb::capsule>(outlet);
+const weft::resident::Outlet* outlet_of(const nb::capsule& capsule) {
   if (!capsule.name() || std::string(capsule.name()) != weft::resident::kOutlet) {
     throw nb::type_error("this is no outlet of a ring");
   }
-  lease.grant(static_cast<const weft::resident::Outlet*>(capsule.data()));
+  return static_cast<const weft::resident::Outlet*>(capsule.data());
 }
+
+void grant(Lease& lease, nb::object outlet) {
+  lease.grant(outlet.is_none() ? nullptr : outlet_of(nb::cast<nb::capsule>(outlet)));
+}
+
+// An outlet for a loop in Python. Holds on to its capsule, but not to what that is of.
+class OutletCaller {
+ public:
+  explicit OutletCaller(nb::capsule capsule) : outlet_(outlet_of(capsule)), capsule_(capsule) {}
+
+  bool asked() const { return outlet_->asked(outlet_->self); }
+
+  void publish(Numbers<uint64_t> ids, Numbers<int64_t> tokens) const {
+    if (ids.shape(0) != tokens.shape(0)) throw nb::value_error("each token has one sequence");
+    outlet_->publish(outlet_->self, ids.data(), tokens.data(),
+                     static_cast<int64_t>(ids.shape(0)));
+  }
+
+ private:
+  const weft::resident::Outlet* outlet_;
+  nb::capsule capsule_;
+};
 
 }  // namespace
 
@@ -226,6 +246,10 @@ void bind_decode(nb::module_& m) {
       .def(nb::init<>())
       .def("grant", &grant, nb::arg("outlet").none())
       .def("recall", &Lease::recall);
+  nb::class_<OutletCaller>(m, "Outlet")
+      .def(nb::init<nb::capsule>(), nb::arg("capsule"))
+      .def("asked", &OutletCaller::asked)
+      .def("publish", &OutletCaller::publish, nb::arg("ids"), nb::arg("tokens"));
   nb::class_<Stamps>(m, "Stamps")
       .def(nb::init<>())
       .def_prop_ro("outlet", &Stamps::outlet)

@@ -82,11 +82,11 @@ class Packer {
 
   // The tables of what was packed last: int32 [capacity] and [groups, rows]; see pack.hpp.
   int64_t pack_tables(const std::vector<int64_t>& windows, Array<int32_t, 1> blocks,
-                      Array<int32_t, 2> starts) {
+                      Array<int32_t, 2> starts, int64_t ahead) {
     if (windows.size() != tables_.size() || starts.shape(0) != tables_.size()) {
       throw nb::value_error("windows or places of tables differ from the groups in number");
     }
-    return weft::pack_tables(planned_, memory_, windows,
+    return weft::pack_tables(planned_, memory_, windows, ahead,
                              {blocks.data(), static_cast<int64_t>(blocks.shape(0)), starts.data(),
                               static_cast<int64_t>(starts.shape(1))});
   }
@@ -159,7 +159,7 @@ void bind_step(nb::module_& m) {
       .def("pack", &Packer::pack, nb::arg("rows"), nb::arg("starts"), nb::arg("counts"),
            nb::arg("samples"), nb::arg("guessed"))
       .def("pack_tables", &Packer::pack_tables, nb::arg("windows"), nb::arg("blocks"),
-           nb::arg("starts"));
+           nb::arg("starts"), nb::arg("ahead") = 0);
   m.attr("SETTINGS") = nb::tuple(nb::cast(weft::settings()));
   m.attr("PENALTIES") = nb::tuple(nb::cast(weft::penalty_names()));
   m.def("penalise", &penalise, nb::arg("logits"), nb::arg("size"), nb::arg("at"),

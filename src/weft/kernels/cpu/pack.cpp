@@ -69,7 +69,7 @@ StepSize pack(const std::vector<PlannedRow>& planned, const StepMemory& memory) 
 }
 
 int64_t pack_tables(const std::vector<PlannedRow>& planned, const StepMemory& memory,
-                    const std::vector<int64_t>& windows, const RaggedTables& to) {
+                    const std::vector<int64_t>& windows, int64_t ahead, const RaggedTables& to) {
   if (static_cast<int64_t>(planned.size()) > to.rows) {
     throw std::out_of_range("there are fewer places for tables than rows");
   }
@@ -78,8 +78,9 @@ int64_t pack_tables(const std::vector<PlannedRow>& planned, const StepMemory& me
     const auto& group = memory.groups[g];
     int32_t* starts = to.starts + static_cast<int64_t>(g) * to.rows;
     for (const PlannedRow& part : planned) {
-      const int64_t tokens = part.start + part.count;
+      const int64_t tokens = part.start + part.count + ahead;
       const int64_t used = (tokens + memory.block_size - 1) / memory.block_size;
+      if (used > group.max_blocks) throw std::out_of_range("a row has no table for its steps");
       if (end + used > to.capacity) throw std::out_of_range("block tables outgrow their memory");
       *starts++ = static_cast<int32_t>(end);
       std::copy_n(group.tables + part.row * group.max_blocks, used, to.blocks + end);

@@ -47,10 +47,11 @@ struct RaggedTables {
   int64_t rows;     // of which those beyond the planned ones get 0
 };
 
-// Writes the tables up to the last block of each row; -1 for blocks that lie wholly before the
-// window of the row's first token. `windows` has one entry for each group, 0 for none. Returns the
-// number of entries; throws std::out_of_range if there is no room for them.
+// Writes the tables up to the last block of each row, and on to that of `ahead` more tokens; -1 for
+// blocks that lie wholly before the window of the row's first token. `windows` has one entry for each
+// group, 0 for none. Returns the number of entries; throws std::out_of_range if there is no room for
+// them.
 int64_t pack_tables(const std::vector<PlannedRow>& planned, const StepMemory& memory,
-                    const std::vector<int64_t>& windows, const RaggedTables& to);
+                    const std::vector<int64_t>& windows, int64_t ahead, const RaggedTables& to);
 
 }  // namespace weft
