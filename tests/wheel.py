@@ -24,7 +24,7 @@ NEEDED = (
     "weft/ring/_native.",
     "weft/kernels/cpu/_native.",
 )
-SOURCES = (".cpp", ".hpp", ".h", ".a", ".o", ".cmake")
+SOURCES = (".cpp", ".hpp", ".cu", ".h", ".a", ".o", ".cmake")
 
 
 def check_contents(wheel: Path) -> None:

@@ -49,6 +49,32 @@ def test_a_port_without_barriers_is_found() -> None:
     assert lanes(8, 300, "-DWEFT_TORN").returncode != 0
 
 
+@pytest.mark.parametrize(("count", "cases"), [(8, 200), (256, 40)])
+def test_the_loop_of_a_gpu_gives_what_a_host_gives(count: int, cases: int) -> None:
+    """On a device that stands in, by both drivers, and through several executions."""
+    done = run("device_loop.cpp", [count, cases])
+    assert done.returncode == 0, done.stdout + done.stderr
+    *ends, executions = map(int, done.stdout.split())
+    assert all(ends), "a kind of end was never met"
+    assert executions > 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [
+        ("-DWEFT_TORN", "case 0: "),
+        ("-DWEFT_LAUNCHES=121", "on the device 120 steps, end 6"),
+        ("-DWEFT_EXECUTABLES=1", "on the device 1 steps, end 6"),
+    ],
+    ids=["barriers", "launches", "executables"],
+)
+def test_a_wrong_loop_of_a_gpu_is_found(wrong: str, found: str) -> None:
+    """Without barriers, with a launch too many in an execution, and with a graph launched anew."""
+    done = run("device_loop.cpp", [32, 40], wrong)
+    assert done.returncode == 1
+    assert found in done.stdout
+
+
 @deep
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_the_sanitizers_find_nothing(sanitizer: str) -> None:
@@ -68,9 +94,10 @@ def test_a_host_that_goes_on_writing_is_found() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-def test_the_loop_compiles_for_the_device(architecture: str) -> None:
-    cuda = toolkit()
+def test_the_loop_compiles_for_a_gpu(architecture: str) -> None:
+    """To machine code, in which nothing is left to link."""
+    cuda, resident = toolkit(), HEADERS / "resident"
     words = ["-std=c++20", f"-arch={architecture}", "-Werror", "all-warnings"]
-    words += [f"-I{HEADERS}", f"-I{cuda / 'include'}", "-c", HERE / "device.cu"]
+    words += [f"-I{HEADERS}", f"-I{cuda / 'include'}", "-cubin", resident / "cuda_loop.cu"]
     nvcc = str(cuda / "bin" / "nvcc")
-    assert builds.compiled(nvcc, words, [HERE, HEADERS / "resident"]).stat().st_size > 0
+    assert builds.compiled(nvcc, words, [resident]).stat().st_size > 0

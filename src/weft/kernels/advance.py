@@ -15,7 +15,7 @@ from weft.kernels.arrays import Array
 
 # Why a lease has ended, by the numbers of ``End`` in resident/loop.hpp and one more. ``STEPS`` is
 # that a row has come to its limit.
-STEPS, ROW, ASKED, NUMBERS, BLOCKS = 1, 2, 3, 5, 7
+STEPS, ROW, ASKED, NUMBERS, BLOCKS = 1, 2, 3, 5, 8
 STOP_IDS = 8  # of a row, on average: those of a lease must fit into so many for each
 
 

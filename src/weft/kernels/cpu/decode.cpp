@@ -84,6 +84,7 @@ class HostPort {
     return lease_.recalled() || (outlet_ != nullptr && outlet_->asked(outlet_->self));
   }
   bool late() const { return Clock::now() >= deadline_; }
+  bool pauses() const { return false; }
 
   void publish(const int64_t* given, int64_t count) {
     if (outlet_ == nullptr) return;
@@ -183,7 +184,7 @@ class HostPort {
         std::copy_n(group.tables + terms_.rows[i] * group.max_blocks, wide,
                     tables.begin() + i * wide);
       }
-      groups_.push_back({tables.data(), wide, slots.data()});
+      groups_.push_back({tables.data(), wide, slots.data(), nullptr});
       Tensor table{"block_tables", tables.data(), DType::i32, 2};
       table.shape = {count_, wide};
       table.stride = {wide, 1};
