@@ -5,8 +5,8 @@ of the pool, and a JSON list of cases: the instruction set, rows, what they ask,
 loop (0: none). More words are settings of the engine, as ``name=value``.
 
 The client of the ring is in this process, whose threads that run Python are not counted but for the
-executor's. Each case runs twice, and the second run is counted: what the loop keeps from step to
-step has grown by then.
+one that computes. Each case runs twice, and the second run is counted: what the loop keeps from
+step to step has grown by then.
 """
 
 from __future__ import annotations
@@ -60,12 +60,9 @@ class Counting:
         inbox.lend = counted  # type: ignore[method-assign]
 
     def pass_over(self) -> None:
-        """Count no thread that runs Python but those of executors."""
-        here = [
-            thread.native_id
-            for thread in threading.enumerate()
-            if not thread.name.startswith("weft-executor")
-        ]
+        """Count no thread that runs Python but this one, which plans and computes."""
+        others = set(threading.enumerate()) - {threading.current_thread()}
+        here = [thread.native_id for thread in others]
         self.native.counting_pass_over((ctypes.c_int * len(here))(*here), len(here))
 
     def take(self) -> list[dict[str, int]]:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -29,13 +30,15 @@ from weft.ring.client import RingClient
 from weft.ring.segment import create_ring
 
 POINT = "/sys/fs/cgroup"
+SERVED = SimpleNamespace(checkpoint="")
 
 
 class Ready(EngineProcess):
     """Takes over at once, whenever it is asked."""
 
-    def wait_until_ready(self) -> None:  # type: ignore[override]
+    def wait_until_ready(self) -> SimpleNamespace:  # type: ignore[override]
         """Nothing to wait for."""
+        return SERVED
 
 
 def stand_in(kind: type[EngineProcess], tree: Tree) -> EngineProcess:
@@ -93,10 +96,11 @@ class Short(Ready):
 
     errors: ClassVar[list[WeftError]] = []
 
-    def wait_until_ready(self) -> None:  # type: ignore[override]
+    def wait_until_ready(self) -> SimpleNamespace:  # type: ignore[override]
         """The engine's error, as long as there is one."""
         if self.errors:
             raise self.errors.pop(0)
+        return SERVED
 
 
 def too_little(free: str) -> WeftError:
@@ -196,7 +200,7 @@ class Faulty(Ready):
 
     fault: ClassVar[signal.Signals | WeftError | None] = None
 
-    def wait_until_ready(self) -> None:  # type: ignore[override]
+    def wait_until_ready(self) -> SimpleNamespace:  # type: ignore[override]
         """Fail once."""
         fault, Faulty.fault = Faulty.fault, None
         if isinstance(fault, signal.Signals):
@@ -205,6 +209,7 @@ class Faulty(Ready):
             raise EngineDeadError("The engine ended while it was starting.")
         if fault is not None:
             raise fault
+        return SERVED
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ def test_each_number_crosses_alone(name):
 
 def test_builds_with_other_sampling_parameters_refuse_each_other(pair, monkeypatch):
     """Whichever side is the other one; those who read none of them do not mind."""
-    for side, attach in (("client", RingClient), ("inbox", lambda fds: RingInbox([fds]))):
+    for side, attach in (("port", RingClient), ("inbox", lambda fds: RingInbox([fds]))):
         monkeypatch.setattr(f"weft.ring.{side}.SAMPLING", SAMPLING ^ 1)
         with pytest.raises(ParameterError, match="other sampling parameters"):
             attach(pair.fds)
