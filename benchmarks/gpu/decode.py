@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -213,6 +215,11 @@ def short_name(name: str) -> str:
     return name.removeprefix("void ").strip()[:60]
 
 
+def new_device(kind: str) -> Device:
+    """A device for one engine: the graphs of another one must not share its pool."""
+    return CudaDevice("cuda:0") if kind == "cuda" else HostDevice()
+
+
 def measure(case: Case, batch: int, decoder: Decoder, device: Device, output: int) -> None:
     name = f"{case.model} {'bf16' if case.quantize == 'none' else case.quantize}, batch {batch}"
     cuda = device.where.type == "cuda"
@@ -228,7 +235,7 @@ def measure(case: Case, batch: int, decoder: Decoder, device: Device, output: in
     figure(f"{name}: TTFT, median", statistics.median(ttft), "ms")
     figure(f"{name}: TTFT, last", max(ttft), "ms", TTFT_GOAL_MS if main else None, "less")
     if cuda and batch == 1:
-        size = weight_bytes(decoder.spec, decoder.dtype, case.quantize)
+        size = read_bytes(decoder, case.quantize)
         bound = read_bandwidth(device.where) / size
         share = rate / bound
         figure(f"{name}: share of the bandwidth bound", share, "", BANDWIDTH_GOAL, "more")
@@ -238,6 +245,15 @@ def measure(case: Case, batch: int, decoder: Decoder, device: Device, output: in
         for kernel, part, times in profile_of(spans):
             figure(f"{name}: time in {kernel} ({times} times)", part, "of the GPU's")
     engine.executor.close()
+
+
+def read_bytes(decoder: Decoder, quantize: str) -> int:
+    """Bytes of the weights that a decode step reads: of an embedding table of its own only rows."""
+    spec = decoder.spec
+    size = weight_bytes(spec, decoder.dtype, quantize)
+    if spec.tied_embeddings:
+        return size
+    return size - spec.vocab_size * spec.hidden_size * getattr(torch, decoder.dtype).itemsize
 
 
 def measure_start(case: Case, decoder: Decoder, device: Device) -> None:
@@ -261,30 +277,36 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     options = parser.parse_args()
     cuda = options.device == "cuda"
-    device: Device = CudaDevice("cuda:0") if cuda else HostDevice()
+    where = new_device(options.device).where
     cases = [case for case in CASES if options.model in (None, case.model)]
     if not cases:
         cases = [Case(options.model, "none", {options.batch or 1: None})]
-    started = time.perf_counter()
+    started, failed = time.perf_counter(), False
     for case in cases:
         spec = shape(case.model, PROMPT + OUTPUT)
-        ops = select_ops(str(device.where), "bfloat16", "auto" if cuda else "reference")
+        ops = select_ops(str(where), "bfloat16", "auto" if cuda else "reference")
         with torch.inference_mode():
-            decoder = random_decoder(spec, torch.bfloat16, device.where, ops, case.quantize)
+            decoder = random_decoder(spec, torch.bfloat16, where, ops, case.quantize)
         for batch in case.goals:
             if options.batch not in (None, batch):
                 continue
             if time.perf_counter() - started > options.seconds:
                 print(f"no time left for {case.model}, batch {batch}")
                 continue
-            measure(case, batch, decoder, device, options.output)
+            try:
+                measure(case, batch, decoder, new_device(options.device), options.output)
+            except Exception:  # the next batch may fare better
+                failed = True
+                traceback.print_exc()
             gc.collect()
         if case is CASES[0] and cuda and options.batch is None:
-            measure_start(case, decoder, device)
+            measure_start(case, decoder, new_device(options.device))
         del decoder
         gc.collect()
         if cuda:
             torch.cuda.empty_cache()
+    if failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from weft.exec.step_layout import (
     overlapped_layout,
     padded_size,
     sample_layout,
+    sizes_for,
 )
 from weft.exec.step_layout import SIZES as ALL_SIZES
 from weft.exec.step_packer import StepPacker
@@ -364,6 +365,9 @@ def test_sizes():
         1, 2, 4, 16, 144, 512, 576, 640
     ]  # fmt: skip
     assert captured_sizes(9) == (1, 2, 4, 8, 16)
+    assert sizes_for(1) == sizes_for(512) == ALL_SIZES
+    assert sizes_for(600) == (*ALL_SIZES, 576, 640)
+    assert captured_sizes(1024, sizes_for(1000))[-3:] == (896, 960, 1024)
     assert captured_sizes(5000) == ALL_SIZES
     assert larger_sizes(8192, 512) == (8192, 4096, 2048, 1024)
     assert larger_sizes(1088, 512) == (1088,)

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+import triton
 
 from attention_cases import Case, make_case
 from attention_cases import Shape as AttentionShape
@@ -93,6 +94,26 @@ def test_a_file_for_something_else_is_refused(tmp_path, change, words) -> None:
         load(path, GPU, COMPILER)
     with pytest.raises(KernelUnavailable, match="cannot read"):
         load(tmp_path / "none.json", GPU, COMPILER)
+
+
+def test_the_package_s_file_for_other_kernels_is_told_and_the_rule_is_used(
+    tmp_path, monkeypatch, caplog
+) -> None:
+    """A file that is named must fit, as whoever names it counts on it."""
+    path = tmp_path / "gpu.json"
+    save(path, GPU, triton.__version__, entries(model_shapes()))
+    monkeypatch.setattr(tuned, "artefact_path", lambda _: path)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: GPU)
+    for fact in ("processors", "shared_bytes"):
+        monkeypatch.setattr(tuned, fact, lambda _: 232_448)
+    device = torch.device("cuda:0")
+    assert isinstance(tuned.find_tuning("auto", device), Pinned)
+    monkeypatch.setattr(tuning, "source_hash", lambda: "changed")
+    found = tuned.find_tuning("auto", device)
+    assert found.source == f"heuristic (the measured launches for {GPU} are of other kernels)"
+    assert "kernels is " in caplog.text
+    with pytest.raises(KernelUnavailable, match="kernels is "):
+        tuned.find_tuning(str(path), device)
 
 
 def test_changed_kernels_change_the_hash(tmp_path, monkeypatch) -> None:

@@ -19,6 +19,7 @@ from weft.exec.collect import is_out_of_memory
 from weft.exec.disk_blocks import DiskBlocks
 from weft.exec.eager import EagerExecutor
 from weft.exec.input_batch import InputBatch
+from weft.exec.step_layout import sizes_for
 from weft.exec.store import KVStore, Memory, host_memory
 from weft.kernels.collectives import Alone, Collectives
 from weft.kernels.lanes import lanes_for
@@ -208,6 +209,7 @@ def make_executor(
         max_samples=resolved.max_num_seqs * (1 + config.speculation),
         depth=steps_in_flight(config, decoder.device),
         capture=config.graphs,
+        sizes=sizes_for(resolved.max_num_seqs),
         lanes=lanes_for(resolved.max_num_seqs),
         leases=is_resident(config, decoder.device),
     )

@@ -51,6 +51,11 @@ def padded_size(count: int, sizes: Seq[int] = SIZES) -> int:
     return sizes[index] if index < len(sizes) else -(-count // STRIDE) * STRIDE
 
 
+def sizes_for(rows: int) -> tuple[int, ...]:
+    """Return the sizes for steps of so many rows at the most: decode steps of all are captured."""
+    return (*SIZES, *range(SIZES[-1] + STRIDE, padded_size(rows) + 1, STRIDE))
+
+
 def captured_sizes(most: int, sizes: Seq[int] = SIZES) -> tuple[int, ...]:
     """Return the sizes that steps of up to ``most`` tokens need, ascending."""
     return tuple(size for size in sizes if size <= padded_size(most, sizes))

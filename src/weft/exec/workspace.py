@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from weft.exec.input_batch import MOST_EDITS, SEAT_BYTES
 from weft.exec.logprobs import SCORED_TOKENS_AT_ONCE
-from weft.exec.step_layout import HASH_WORDS, SIZES, STRIDE, Buffer, LaneSizes, padded_size
+from weft.exec.step_layout import HASH_WORDS, STRIDE, Buffer, LaneSizes, padded_size, sizes_for
 from weft.kernels.advance import told_size
 from weft.kernels.collectives import ONE_EXCHANGE_BYTES
 from weft.kernels.lanes import AT_ONCE, lane_state_bytes
@@ -77,10 +77,11 @@ def workspace_bytes(
     rounded = STRIDE if sizes.overlaps else 0  # each sub-batch is padded
     passes = [(tokens + sizes.lanes + rounded, samples + sizes.lanes)]
     if graphs:
-        largest = min(tokens, SIZES[-1])
-        passes.append((largest + sizes.lanes, min(samples, SIZES[-1]) + sizes.lanes))
+        most = sizes_for(sizes.rows)[-1]
+        largest = min(tokens, most)
+        passes.append((largest + sizes.lanes, min(samples, most) + sizes.lanes))
         if sizes.overlaps:
-            passes[-1] = (2 * largest, min(samples, SIZES[-1]))
+            passes[-1] = (2 * largest, min(samples, most))
     return static + scratch + sum(_pass_bytes(spec, element, ranks, *counts) for counts in passes)
 
 

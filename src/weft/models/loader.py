@@ -41,7 +41,9 @@ logger = logging.getLogger("weft")
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-CHUNK_BYTES = 1 << 20  # of a tensor that is rounded, read at a time
+# Of a tensor that is rounded, read at a time: for a CPU what its caches hold, for a GPU what keeps
+# it busy longer than its launches take.
+CHUNK_BYTES, DEVICE_CHUNK_BYTES = 1 << 20, 32 << 20
 LISTED = 8  # names shown in an error that concerns many tensors
 
 
@@ -109,6 +111,7 @@ class Checkpoint:
         self._check(whole)
         self._parameters = tuple(cut(whole, spec, shard))
         self._limits = ClippedCount()
+        self._chunk_bytes = CHUNK_BYTES
 
     def load(
         self,
@@ -117,6 +120,8 @@ class Checkpoint:
         rounding: Callable[[str], Storage | None],
     ) -> dict[str, Any]:
         """Return every parameter by name, converted to ``dtype``, then packed."""
+        if ops.names["paged_attention"] == "triton":
+            self._chunk_bytes = DEVICE_CHUNK_BYTES
         weights = {}
         for parameter in self._parameters:
             name = parameter.name
@@ -188,7 +193,7 @@ class Checkpoint:
         stored = self._stored[name]
         dtype = numpy_dtype(DTYPES[stored.dtype])
         row_bytes = columns * dtype.itemsize
-        count = max(1, CHUNK_BYTES // row_bytes)
+        count = max(1, self._chunk_bytes // row_bytes)
         handle = self._open[stored.file]
         if isinstance(handle, GgufFile):
             for start in range(first, last, count):

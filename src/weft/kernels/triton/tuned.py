@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from weft.kernels.triton.moe import moe
 from weft.kernels.tuning import Heuristic, Launch, LaunchShape, Tuning, artefact_path, load, search
 from weft.kernels.unavailable import KernelUnavailable
 
+logger = logging.getLogger("weft")
+
 REPLAYS = 5  # of a graph of launches; the shortest counts
 CANNOT_RUN = (triton.runtime.errors.OutOfResources, triton.runtime.errors.PTXASError)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -31,18 +34,26 @@ def rule(device: torch.device, why: str) -> Heuristic:
 def find_tuning(wish: str, device: torch.device) -> Tuning:
     """Return where launches come from, by the setting ``tuning``.
 
+    A file of the package that is not for these kernels or this compiler is told and passed over.
+
     Raises:
-        KernelUnavailable: the file cannot be used.
+        KernelUnavailable: the file that is named cannot be used.
     """
     if device.type != "cuda":
         return rule(device, "kernels are interpreted")
     if wish == "heuristic":
         return rule(device, "as set")
     name = torch.cuda.get_device_name(device)
-    path = artefact_path(name) if wish == "auto" else Path(wish)
-    if wish == "auto" and not path.exists():
+    if wish != "auto":
+        return load(Path(wish), name, triton.__version__)
+    path = artefact_path(name)
+    if not path.exists():
         return rule(device, f"weft has no measured launches for {name}")
-    return load(path, name, triton.__version__)
+    try:
+        return load(path, name, triton.__version__)
+    except KernelUnavailable as error:
+        logger.warning("Launches of kernels are chosen by a rule: %s", error)
+        return rule(device, f"the measured launches for {name} are of other kernels")
 
 
 class Trial:
