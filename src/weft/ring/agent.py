@@ -40,7 +40,7 @@ from weft.ring import _native
 from weft.ring.codec import SAMPLING
 from weft.ring.facts import describe_facts, send_files, text_files
 from weft.ring.layout import SIZES
-from weft.ring.link import CLOCK, CLOCKS, RULES, LinkFrame, pack_json, unpack_json
+from weft.ring.link import CLOCK, CLOCKS, RULES, LinkFrame, pack_json, unpack_clocks, unpack_json
 from weft.ring.segment import RingFds
 
 TICK_S = 0.05  # between two looks at the info page, and at what has timed out
@@ -136,7 +136,7 @@ class RemotePlane:
             if kind == LinkFrame.RING:
                 self.agent.apply(body.tobytes())
             elif kind == LinkFrame.PING:
-                (clock_ns,) = CLOCK.unpack(body)
+                (clock_ns,) = unpack_clocks(CLOCK, body)
                 self._put(LinkFrame.PONG, CLOCKS.pack(clock_ns, time.monotonic_ns()))
             elif kind == LinkFrame.END:
                 self.release()

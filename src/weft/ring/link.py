@@ -159,6 +159,13 @@ class RemoteRing(_native.RemoteClient):
             raise RingLinkError(f"The engine's ring is malformed: {error}.") from None
 
 
+def unpack_clocks(form: struct.Struct, body: memoryview) -> tuple[int, ...]:
+    """Read the body of PING or PONG. Raises RingLinkError if it is malformed."""
+    if len(body) != form.size:
+        raise RingLinkError("A frame does not hold the clocks that it should.")
+    return form.unpack(body)
+
+
 def pack_json(value: Any) -> bytes:
     return json.dumps(value).encode()
 

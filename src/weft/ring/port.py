@@ -35,6 +35,7 @@ from weft.ring.link import (
     RemoteRing,
     RingAccess,
     open_link,
+    unpack_clocks,
     wanted_ring,
 )
 from weft.ring.segment import RingFds, attached
@@ -132,6 +133,7 @@ class RemotePort:
         self._epoll = select.epoll()
         self._epoll.register(self._changed, select.EPOLLIN)
         self._adopt(link, welcome)
+        self.push()
         threading.Thread(target=self._beat, name="weft-ring-beat", daemon=True).start()
 
     def fileno(self) -> int:
@@ -208,7 +210,7 @@ class RemotePort:
         if kind == LinkFrame.RING:
             self._remote.apply(body.tobytes())
         elif kind == LinkFrame.PONG:
-            self._set_clock(*CLOCKS.unpack(body))
+            self._set_clock(*unpack_clocks(CLOCKS, body))
         elif kind == LinkFrame.LEAVE:
             self.refusal = EngineDeadError("The engine is about to end; try again later.")
         elif kind == LinkFrame.END:
