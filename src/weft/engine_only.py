@@ -83,7 +83,7 @@ async def _supervise(
         "log_level": config.log_level,
         "log_format": config.log_format,
     }
-    agent = AgentKeeper(listener, rings, given, card)
+    agent = AgentKeeper(listener, rings, given, card, options.watchdog_s)
     announcing = asyncio.create_task(_announce(card, listener))
     try:
         return await run_kept([agent], signals, options.drain_timeout_s, engines, card)

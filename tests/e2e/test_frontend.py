@@ -14,7 +14,7 @@ import pytest
 import lossy_link
 from flaky_proxy import flaky_proxy
 from frontends import KEY, RemoteEngine, Stream, engine_only, fronting
-from live import START_S, Server, eventually, in_shared_memory, refused, run, serving
+from live import START_S, Server, eventually, in_shared_memory, lives, refused, run, serving
 from places import key_file
 
 LONG = 400  # tokens: more than the first extent of an output
@@ -157,6 +157,18 @@ def test_a_killed_agent_ends_requests_with_an_error_and_comes_back(engine, tmp_p
         assert {stream.outcome()[1] for stream in streams} == {"engine_unreachable"}
         eventually(lambda: answers_again(server), START_S)
         eventually(server.idle, START_S)
+
+
+def test_a_stopped_agent_is_replaced(tmp_path):
+    with (
+        engine_only(tmp_path, *QUICK, "--watchdog-s", "2") as engine,
+        fronting(tmp_path, engine.address, *QUICK) as server,
+    ):
+        agent = engine.child("weft-ring-agent")
+        agent.send_signal(signal.SIGSTOP)
+        eventually(lambda: not lives(agent), START_S)
+        assert "not responding" in engine.errors.read_text()
+        eventually(lambda: answers_again(server), START_S)
 
 
 class Between(NamedTuple):

@@ -2,6 +2,7 @@
 //
 //   handoff processes SECONDS REQUESTS   two processes, content checked, stops at either bound
 //   handoff threads SECONDS REQUESTS     the same in threads of one process (for the sanitizer)
+//   handoff relayed SECONDS REQUESTS     the same with an agent in a thread between the two sides
 //   handoff MODE N                       latencies in microseconds: spin, spin_futex, futex,
 //                                        eventfd (one way), pipe (round trip)
 //
@@ -13,10 +14,12 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <string>
 #include <thread>
 
 #include "engine_side.hpp"
+#include "relay.hpp"
 #include "request_side.hpp"
 #include "wake.hpp"
 
@@ -96,10 +99,15 @@ struct Tally {
   uint64_t requests = 0, tokens = 0, cancelled = 0, refused = 0;
 };
 
+template <Memory M = Mapped>
 class Requests {
  public:
-  Requests(std::shared_ptr<Segment> segment, int wake_fd)
-      : side_(std::move(segment)), wake_fd_(wake_fd) {}
+  using Exchange = std::function<void(RequestSide<M>&)>;
+
+  // `exchange` brings what was written to the engine, and its news here, where memory is not shared.
+  Requests(std::shared_ptr<Segment> segment, int wake_fd, M memory = M(),
+           Exchange exchange = [](auto&) {})
+      : side_(std::move(segment), std::move(memory)), wake_fd_(wake_fd), exchange_(exchange) {}
 
   Tally run(double seconds, uint64_t requests) {
     const int64_t until = now_ns() + static_cast<int64_t>(seconds * 1e9);
@@ -169,9 +177,11 @@ class Requests {
   }
   void wake_engine() {
     if (side_.ring()) futex_wake(&side_.segment().header().to_engine.rung[0].value);
+    exchange_(side_);
   }
 
   void take_news() {
+    exchange_(side_);
     const auto all = side_.poll();
     if (side_.has_grown()) wake_engine();
     for (const News& news : all) check(news);
@@ -210,12 +220,40 @@ class Requests {
     return static_cast<uint32_t>(random_ >> 33);
   }
 
-  RequestSide<> side_;
+  RequestSide<M> side_;
   int wake_fd_;
+  Exchange exchange_;
   Tally tally_;
   std::map<uint64_t, Sent> sent_;
   uint64_t random_ = 7, last_id_ = 0;
 };
+
+void print(const Tally& tally, int64_t start) {
+  std::printf("{\"requests\": %llu, \"handoffs\": %llu, \"cancelled\": %llu, \"refused\": %llu, "
+              "\"seconds\": %.3f}\n",
+              (unsigned long long)tally.requests,
+              (unsigned long long)(tally.tokens + 2 * tally.requests),
+              (unsigned long long)tally.cancelled, (unsigned long long)tally.refused,
+              (now_ns() - start) / 1e9);
+}
+
+int run_relayed(double seconds, uint64_t requests) {
+  const auto there = std::make_shared<Segment>(Segment::create(64, 1 << 18));
+  const auto here = std::make_shared<Segment>(Segment::create(64, 1 << 18));
+  const int wake_there = eventfd(0, EFD_NONBLOCK), wake_here = eventfd(0, EFD_NONBLOCK);
+  const int64_t start = now_ns();
+  std::thread engine([&] { run_engine(there, wake_there); });
+  Tally tally;
+  {
+    Relay relay(there, here, wake_there, wake_here);
+    tally = Requests<LinkMemory>(here, wake_here, LinkMemory(*here), [&](auto& side) {
+              relay.exchange(side);
+            }).run(seconds, requests);
+    engine.join();
+  }
+  print(tally, start);
+  return 0;
+}
 
 int run_all(bool threads, double seconds, uint64_t requests) {
   const int memory = Segment::create(64, 1 << 18);
@@ -224,7 +262,7 @@ int run_all(bool threads, double seconds, uint64_t requests) {
   const int64_t start = now_ns();
   Tally tally;
   int status = 0;
-  const auto ask = [&] { tally = Requests(segment, wake).run(seconds, requests); };
+  const auto ask = [&] { tally = Requests<>(segment, wake).run(seconds, requests); };
   if (threads) {
     std::thread engine([&] { run_engine(segment, wake); });
     ask();
@@ -236,12 +274,7 @@ int run_all(bool threads, double seconds, uint64_t requests) {
     ask();
     waitpid(child, &status, 0);
   }
-  std::printf("{\"requests\": %llu, \"handoffs\": %llu, \"cancelled\": %llu, \"refused\": %llu, "
-              "\"seconds\": %.3f}\n",
-              (unsigned long long)tally.requests,
-              (unsigned long long)(tally.tokens + 2 * tally.requests),
-              (unsigned long long)tally.cancelled, (unsigned long long)tally.refused,
-              (now_ns() - start) / 1e9);
+  print(tally, start);
   return status != 0;
 }
 
@@ -414,6 +447,9 @@ int measure(const std::string& mode, uint64_t rounds) {
 
 int main(int count, char** words) {
   const std::string mode = count > 2 ? words[1] : "";
+  if (mode == "relayed") {
+    return run_relayed(std::atof(words[2]), std::strtoull(words[3], nullptr, 10));
+  }
   if (mode == "processes" || mode == "threads") {
     return run_all(mode == "threads", std::atof(words[2]), std::strtoull(words[3], nullptr, 10));
   }

@@ -84,13 +84,17 @@ def agent(folder: Path, *rings: RingFds, timeout_s: float = PATIENCE_S) -> Itera
     log = folder / "agent.txt"
     with socket.create_server(("127.0.0.1", 0)) as listener, log.open("wb") as errors:
         read_end, write_end = os.pipe()
+        signs, sign = os.pipe()
+        os.set_blocking(sign, False)
         command = [sys.executable, "-m", "weft.ring.agent", "--parent", str(os.getpid())]
         command += ["--socket", str(listener.fileno()), "--card", str(read_end)]
+        command += ["--signs", str(sign)]
         command += [word for ring in rings for word in ("--ring", str(ring))]
-        fds = [listener.fileno(), read_end, *(fd for ring in rings for fd in ring.pass_fds)]
+        fds = [listener.fileno(), read_end, sign, *(fd for ring in rings for fd in ring.pass_fds)]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=errors, pass_fds=fds)
         address = f"127.0.0.1:{listener.getsockname()[1]}"
     os.close(read_end)
+    os.close(sign)
     assert process.stdin is not None
     process.stdin.write(json.dumps(given).encode())
     process.stdin.close()
@@ -101,6 +105,8 @@ def agent(folder: Path, *rings: RingFds, timeout_s: float = PATIENCE_S) -> Itera
     finally:
         process.kill()
         process.wait()
+        assert os.read(signs, 1) == b"."
+        os.close(signs)
 
 
 def test_the_link_gives_what_the_process_gives(ring, tmp_path):

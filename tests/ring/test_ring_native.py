@@ -39,7 +39,7 @@ def check_tally(done: subprocess.CompletedProcess[str], handoffs: int) -> None:
     assert tally["refused"] > 0
 
 
-@pytest.mark.parametrize("mode", ["processes", "threads"])
+@pytest.mark.parametrize("mode", ["processes", "threads", "relayed"])
 def test_handoffs(build, mode):
     check_tally(run(build("handoff", "-O2"), mode, "100", "20000"), 40_000)
 
@@ -50,9 +50,10 @@ def test_handoffs_between_two_processes_until_time_is_up(build):
 
 
 @deep
-def test_the_thread_sanitizer_finds_nothing(build):
+@pytest.mark.parametrize("mode", ["threads", "relayed"])
+def test_the_thread_sanitizer_finds_nothing(build, mode):
     program = build("handoff", "-fsanitize=thread")
-    done = run(program, "threads", "5", "100000", TSAN_OPTIONS="halt_on_error=1")
+    done = run(program, mode, "5", "100000", TSAN_OPTIONS="halt_on_error=1")
     if "unexpected memory mapping" in done.stderr:
         pytest.skip("this kernel's address layout is unknown to libtsan")
     assert done.returncode == 0, done.stderr

@@ -1,9 +1,10 @@
 """The agent of request planes on other machines: stands in for them at the rings of an engine.
 
-    python -m weft.ring.agent --socket FD --card FD --parent PID --ring FDS [...]
+    python -m weft.ring.agent --socket FD --card FD --signs FD --parent PID --ring FDS [...]
 
 Settings come as JSON on standard input, the model's facts as one JSON line on the card descriptor
-once the engine is ready. The engine watches this process as it watches request planes: should it
+once the engine is ready. A byte is written to the descriptor of signs at least every few seconds.
+The engine watches this process as it watches request planes: should it
 die, what they had open ends. SIGTERM lets what is open finish; after a second one nothing is waited
 for.
 
@@ -48,6 +49,7 @@ MOST_HANDSHAKES = 16  # at once; more are turned away
 MOST_WAITING = 8 * 2**20  # bytes that a link may be behind; more waits in the ring
 SENT_BYTES = 2**18  # at once
 STILL_HERE_S = 1.0
+SIGN_S = 1.0  # between two signs of life of an agent without request planes
 
 logger = logging.getLogger("weft.agent")
 
@@ -182,12 +184,19 @@ class RingAgent:
         listener: where they connect.
         key: that they have to know; empty for none.
         timeout_s: silence after which a link is given up; as long a ring waits for the next one.
+        signs: descriptor that gets a byte as a sign of life.
     """
 
     def __init__(
-        self, listener: socket.socket, rings: Seq[RingFds], key: bytes, timeout_s: float
+        self,
+        listener: socket.socket,
+        rings: Seq[RingFds],
+        key: bytes,
+        timeout_s: float,
+        signs: int,
     ) -> None:
         self._listener, self._key, self._timeout_s = listener, key, timeout_s
+        self._signs = signs
         self._planes = [RemotePlane(fds) for fds in rings]
         self._facts: dict[str, Any] = {}
         self._files: Mapping[str, Path] = {}
@@ -217,12 +226,14 @@ class RingAgent:
         """Serve until ``end``."""
         threading.Thread(target=self._listen, name="weft-ring-listen", daemon=True).start()
         looked_s, leaving = 0.0, False
+        self._sign()
         while self._endings < 2 and not (leaving and all(p.agent.idle for p in self._planes)):
             up = any(plane.held for plane in self._planes)
-            events = self._epoll.poll(TICK_S if up or leaving else None)
+            events = self._epoll.poll(TICK_S if up or leaving else SIGN_S)
             whole = time.monotonic() - looked_s > TICK_S
             if whole:
                 looked_s = time.monotonic()
+                self._sign()
             for descriptor, _ in events:
                 self._on_event(descriptor)
             for plane in self._planes:
@@ -234,6 +245,10 @@ class RingAgent:
         self._say_all(LinkFrame.END)
         for plane in self._planes:
             plane.release()
+
+    def _sign(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # nobody has read the last ones
+            os.write(self._signs, b".")
 
     def _on_event(self, descriptor: int) -> None:
         if descriptor == self._changed:
@@ -382,7 +397,7 @@ def _refuse(link: SealedSocket, message: str, *, final: bool) -> None:
 def main() -> None:
     """Serve until SIGTERM; exit code 0 then."""
     parser = argparse.ArgumentParser()
-    for name in ("--socket", "--card", "--parent"):
+    for name in ("--socket", "--card", "--signs", "--parent"):
         parser.add_argument(name, type=int, required=True)
     parser.add_argument("--ring", action="append", required=True)
     arguments = parser.parse_args()
@@ -397,6 +412,7 @@ def main() -> None:
         [RingFds.parse(text) for text in arguments.ring],
         bytes.fromhex(settings["key"]),
         settings["timeout_s"],
+        arguments.signs,
     )
     signal.signal(signal.SIGTERM, lambda *_: agent.end())
 

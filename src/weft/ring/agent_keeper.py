@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -16,12 +17,12 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from weft.core.addresses import leads_to_loopback, parse_address
-from weft.core.early import Starter
 from weft.core.errors import ConfigError
-from weft.core.process import Backoff, Process, describe_exit, exited, start_child
+from weft.core.process import Backoff, beat_s, describe_exit, exited, start_child
 from weft.ring.segment import RingFds
 
 BACKLOG = 64
+START_S = 60.0  # more patience with one that has still to begin
 
 logger = logging.getLogger("weft")
 
@@ -54,6 +55,7 @@ class AgentKeeper:
     Args:
         settings: what the process reads from standard input.
         card: the engine's facts as JSON, once there is an engine.
+        watchdog_s: seconds without a sign of life after which an agent is killed and replaced.
     """
 
     def __init__(
@@ -62,11 +64,13 @@ class AgentKeeper:
         rings: Seq[RingFds],
         settings: Mapping[str, Any],
         card: asyncio.Future[str],
-        start: Starter = start_child,
+        watchdog_s: float,
     ) -> None:
         self._listener, self._rings = listener, rings
-        self._settings, self._card, self._starter = settings, card, start
-        self._process: Process | None = None
+        self._settings, self._card = settings, card
+        self._watchdog_s = watchdog_s
+        self._signed_s = 0.0  # when something was last heard of it, on the monotonic clock
+        self._process: subprocess.Popen[bytes] | None = None
         self._ending = asyncio.Event()
 
     @property
@@ -105,40 +109,61 @@ class AgentKeeper:
 
     async def _live(self) -> int:
         """One agent from its start to its end; its exit code."""
-        read_end, write_end = os.pipe()
+        (card, feed), (signs, sign) = os.pipe(), os.pipe()
+        os.set_blocking(signs, False)
+        os.set_blocking(sign, False)
+        self._signed_s = time.monotonic() + START_S
         try:
-            process = self._process = self._start(read_end)
+            process = self._process = self._start(card, sign)
         except OSError as error:
-            os.close(write_end)
+            os.close(feed)
+            os.close(signs)
             logger.error("The agent of request planes cannot be started: %s.", error.strerror)
             return 1
         finally:
-            os.close(read_end)
-        feeding = asyncio.create_task(self._feed(write_end))
+            os.close(card)
+            os.close(sign)
+        feeding = asyncio.create_task(self._feed(feed))
+        death = asyncio.create_task(exited(process))
+        loop = asyncio.get_running_loop()
+        loop.add_reader(signs, self._on_sign, signs)
         try:
-            return await exited(process)
+            while not (await asyncio.wait([death], timeout=beat_s(self._watchdog_s)))[0]:
+                if time.monotonic() - self._signed_s > self._watchdog_s:
+                    logger.error("The agent of request planes is not responding; it is killed.")
+                    process.kill()
+            return await death
         finally:
+            loop.remove_reader(signs)
+            os.close(signs)
+            death.cancel()
             feeding.cancel()
-            await asyncio.wait([feeding])
+            await asyncio.wait([death, feeding])
 
-    def _start(self, card: int) -> Process:
+    def _on_sign(self, signs: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            if os.read(signs, 4096):
+                self._signed_s = time.monotonic()
+            else:  # it has ended
+                asyncio.get_running_loop().remove_reader(signs)
+
+    def _start(self, card: int, sign: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "weft.ring.agent", "--parent", str(os.getpid())]
-        command += ["--socket", str(self._listener.fileno()), "--card", str(card)]
+        command += ["--socket", str(self._listener.fileno())]
+        command += ["--card", str(card), "--signs", str(sign)]
         for ring in self._rings:
             command += ["--ring", str(ring)]
         fds = [fd for ring in self._rings for fd in ring.pass_fds]
-        theirs, settings = os.pipe()
-        with contextlib.suppress(BrokenPipeError), os.fdopen(settings, "wb") as pipe:
-            try:
-                process = self._starter(
-                    command,
-                    stdin=theirs,
-                    pass_fds=[card, self._listener.fileno(), *fds],
-                    start_new_session=True,
-                )
-            finally:
-                os.close(theirs)
-            pipe.write(json.dumps(self._settings).encode())
+        process = start_child(
+            command,
+            stdin=subprocess.PIPE,
+            pass_fds=[card, sign, self._listener.fileno(), *fds],
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it is dead already, which is noticed elsewhere
+            process.stdin.write(json.dumps(self._settings).encode())
+            process.stdin.close()
         return process
 
     async def _feed(self, card: int) -> None:

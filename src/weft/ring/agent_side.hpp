@@ -54,11 +54,21 @@ class AgentSide {
     pending_ = true;
   }
 
-  // All but the sizes and the arena.
+  // What an empty ring has to have to become a copy of this one, beside the news: the engine's
+  // state, all words, and what earlier request planes have written into slots.
   std::vector<std::string> snapshot() {
-    const auto* base = reinterpret_cast<const std::byte*>(&segment_.header());
-    const uint64_t begin = offsetof(Header, epoch);
-    changes_.put(base + begin, segment_.arena() - base - begin);
+    tell_state();
+    put_word(segment_.header().to_engine.rung[0].value);
+    for (uint32_t i = 0; i < segment_.slots(); ++i) {
+      const Seen seen = look(segment_.words(i));
+      Slot& slot = segment_.slot(i);
+      if (seen.asked == 0 && seen.given == 0) continue;
+      put_word(segment_.asked(i));
+      put_word(segment_.given(i).state);
+      put_word(segment_.given(i).published);
+      put_word(slot.prompt_published);
+      changes_.put(&slot, offsetof(Slot, prompt_published));
+    }
     return changes_.take();
   }
 
@@ -126,6 +136,12 @@ class AgentSide {
     uint32_t epoch = 0, pid = 0, memory_kills = 0, short_epoch = 0, kill_epoch = 0;
     bool operator==(const State32&) const = default;
   };
+
+  template <class T>
+  void put_word(T& word) {
+    const T value = load(word);
+    changes_.put(&word, &value, sizeof value);
+  }
 
   // Where a request plane writes: its words, its inputs, and the arena.
   bool may_change(Place place) const {

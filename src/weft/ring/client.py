@@ -346,6 +346,14 @@ class RingClient:
             self._vectors.clear()
         deliver(batches, self._sinks, self.cancel)
 
+    def leave(self) -> None:
+        """Give the ring up as this process ends; nobody is told of what is open."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._ring.detach()
+                self._port.close()
+
     def close(self) -> None:
         """End what is open and give the ring up. May be called twice."""
         if self._closed:

@@ -38,7 +38,7 @@ from weft.core.served import ServedModel
 from weft.core.settings import format_bytes
 from weft.core.types import ServiceClass
 from weft.ring.client import RingClient
-from weft.ring.link import parse_ring
+from weft.ring.link import RingAccess, parse_ring
 from weft.ring.progress import Progress
 from weft.ring.target_board import TargetBoard
 from weft.server.counts import Board
@@ -119,7 +119,8 @@ def _serve(
     template = find_template(Path(served.folder), settings["chat_template"])
     if template is None:
         shared_renderer().close()
-    client = RingClient(parse_ring(arguments.ring))
+    ring = parse_ring(arguments.ring)
+    client = RingClient(ring)
 
     def on_listening(address: str) -> None:
         loop = asyncio.get_running_loop()
@@ -129,6 +130,9 @@ def _serve(
             planes = options.frontends or 1
             by = f" by {planes} request planes" if planes > 1 else ""
             isa = f", instruction set {served.isa}" if served.isa else ""
+            if isinstance(ring, RingAccess):
+                notice(f"serving {served.name} on {address}{by}, with the engine at {ring.address}")
+                return
             notice(f"serving {served.name} on {address}{by}{isa}")
             if served.threads:
                 notice(served.threads)
@@ -141,19 +145,22 @@ def _serve(
             if served.scheduling:
                 notice(served.scheduling)
 
-    run_server(
-        client,
-        tokenizer,
-        template,
-        ModelCard.of(served, options.served_model_name, settings["base_seed"]),
-        options,
-        probe=RingProbe(client, served),
-        sockets=[socket.socket(fileno=arguments.socket)],
-        on_listening=on_listening,
-        board=Board(arguments.board, arguments.number),
-        quotas=QuotaBoard(arguments.quotas, arguments.number),
-        targets=None if arguments.targets is None else TargetBoard(arguments.targets),
-    )
+    try:
+        run_server(
+            client,
+            tokenizer,
+            template,
+            ModelCard.of(served, options.served_model_name, settings["base_seed"]),
+            options,
+            probe=RingProbe(client, served),
+            sockets=[socket.socket(fileno=arguments.socket)],
+            on_listening=on_listening,
+            board=Board(arguments.board, arguments.number),
+            quotas=QuotaBoard(arguments.quotas, arguments.number),
+            targets=None if arguments.targets is None else TargetBoard(arguments.targets),
+        )
+    finally:
+        client.leave()
 
 
 class RingProbe:
