@@ -1,31 +1,26 @@
 // A request side whose memory delays and reorders what was not flushed, against a real engine side.
 //
-//   delayed SEED EPISODES
+//   delayed SEED EPISODES [BROKEN]
 //
 // The request side works on a copy of the ring. Its writes reach the engine's ring one by one, at
 // random moments, and in any order between two flushes; it sees of the engine's ring what it reads.
 // The engine looks only when the bell has rung. Prints one line of JSON; exit status 1 if content is
 // wrong, a slot is refused, or a request never ends.
 //
-// Variants that must fail: -DDROP_FLUSH=1 loses flushes behind payload, 2 those behind the place of
-// a piece, 3 those behind words; -DDROP_READ=1 reads no records, 2 no ends, 3 no dense words.
+// BROKEN must make it fail: flush-payload, flush-piece and flush-word lose the flushes behind
+// payload, behind the place of a piece, and behind words; read-records, read-end and read-words
+// lose those reads.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "engine_side.hpp"
 #include "request_side.hpp"
-
-#if !defined(DROP_FLUSH)
-#define DROP_FLUSH 0
-#endif
-#if !defined(DROP_READ)
-#define DROP_READ 0
-#endif
 
 using namespace weft::ring;
 
@@ -42,11 +37,12 @@ struct Wire {
     uint64_t offset;
     std::vector<std::byte> bytes;
   };
-  enum Kind { Payload, Piece, Asked, Bell };
+  enum Kind { Payload, Piece, Asked, Bell, None };
 
   Segment& here;
   Segment& there;
   std::mt19937_64& draw;
+  const std::string broken;
   std::vector<std::vector<Write>> batches{1};  // between two flushes
 
   std::byte* base(Segment& segment) { return reinterpret_cast<std::byte*>(&segment.header()); }
@@ -69,17 +65,21 @@ struct Wire {
     }
   }
   void flush() {
+    const Kind lost = broken == "flush-payload" ? Payload
+                      : broken == "flush-piece" ? Piece
+                      : broken == "flush-word"  ? Asked
+                                                : None;
     for (const Write& write : batches.back()) {
-      if (DROP_FLUSH == 1 + kind_of(write.offset)) return;
+      if (kind_of(write.offset) == lost) return;
     }
     if (!batches.back().empty()) batches.emplace_back();
   }
   void read(const void* at, uint64_t bytes) {
     const auto offset = static_cast<uint64_t>(static_cast<const std::byte*>(at) - base(here));
     const bool records = offset >= static_cast<uint64_t>(here.arena() - base(here));
-    if (DROP_READ == 1 && records) return;
-    if (DROP_READ == 2 && bytes == sizeof(Final)) return;
-    if (DROP_READ == 3 && at == &here.given(0)) return;
+    if (broken == "read-records" && records) return;
+    if (broken == "read-end" && bytes == sizeof(Final)) return;
+    if (broken == "read-words" && at == &here.given(0)) return;
     std::memcpy(base(here) + offset, base(there) + offset, bytes);
   }
 
@@ -115,11 +115,11 @@ struct Expected {
 
 class Episodes {
  public:
-  explicit Episodes(uint64_t seed)
+  Episodes(uint64_t seed, const char* broken)
       : draw_(seed),
         here_(mapped()),
         there_(mapped()),
-        wire_{*here_, *there_, draw_},
+        wire_{*here_, *there_, draw_, broken},
         engine_(there_, 0) {
     store(there_->header().client_epoch, uint32_t{1});  // whoever is there attaches the plane
     side_ = std::make_unique<RequestSide<Delayed>>(here_, Delayed{&wire_});
@@ -275,6 +275,7 @@ class Episodes {
 }  // namespace
 
 int main(int count, char** words) {
-  if (count != 3) return 2;
-  Episodes(std::strtoull(words[1], nullptr, 10)).run(std::atoi(words[2]));
+  if (count < 3) return 2;
+  const char* broken = count > 3 ? words[3] : "";
+  Episodes(std::strtoull(words[1], nullptr, 10), broken).run(std::atoi(words[2]));
 }
