@@ -321,15 +321,12 @@ def _generate(options: dict[str, Any]) -> int:
 
 def _serve(options: dict[str, Any]) -> int:
     from weft.core.process import start_child
-    from weft.server.options import ServerOptions
+    from weft.server.options import ServerOptions, check_given
     from weft.supervise import serve
 
     server_settings, engine_settings = given_settings(options, ServerOptions, EngineConfig)
     chosen = ServerOptions(**server_settings)
-    if chosen.engine_only:
-        from weft.engine_only import check_engine_only
-
-        check_engine_only(server_settings)
+    check_given(server_settings, engine_only=chosen.engine_only)
     return serve(engine_settings, chosen, options["start"] or start_child)
 
 

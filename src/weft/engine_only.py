@@ -10,30 +10,11 @@ from typing import Any
 from weft.core.addresses import format_address
 from weft.core.config import EngineConfig
 from weft.core.early import Starter
-from weft.core.errors import ConfigError
 from weft.core.logs import notice
 from weft.core.process import beat_s
 from weft.core.sealed import read_key
 from weft.server.options import ServerOptions
 from weft.supervise import on_signals, run_kept
-
-# Of the server's settings those that concern an engine alone.
-OWN = (
-    *("engine_only", "ring_listen", "ring_planes", "ring_key_file", "ring_timeout_s"),
-    *("standby", "watchdog_s", "stalled_s", "drain_timeout_s"),
-)
-
-
-def check_engine_only(given: Mapping[str, Any]) -> None:
-    """Refuse settings of the HTTP server, which there is none of. Raises ConfigError."""
-    for name in given:
-        if name not in OWN:
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(
-                f"--engine-only serves no HTTP, so {flag} is of no use here; give it to weft "
-                "frontend.",
-                param=name,
-            )
 
 
 def serve_engine(

@@ -36,7 +36,7 @@ MAY_IMPORT = {
 }
 TORCH_FREE = ["core", "kv", "cost", "sched", "blend", "workload", "ring", "text", "api"]
 TORCH_FREE += ["server", "batch", "sim", "bench", "models", "engine", "cli.py", "supervise.py"]
-TORCH_FREE += ["attend", "chat.py", "generate.py", "offline.py"]
+TORCH_FREE += ["attend", "chat.py", "generate.py", "offline.py", "engine_only.py", "frontend.py"]
 TORCH_FREE += ["kernels/cpu", "kernels/arrays.py", "kernels/interface.py", "kernels/ops.py"]
 TORCH_FREE += ["kernels/measure.py", "kernels/sampling.py", "kernels/quantized.py"]
 TORCH_FREE += ["exec/eager.py", "exec/sample.py", "exec/store.py", "exec/inputs.py"]

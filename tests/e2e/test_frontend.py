@@ -278,6 +278,7 @@ def test_an_engine_that_is_told_to_end_lets_streams_finish(tmp_path):
         engine.process.send_signal(signal.SIGTERM)
         assert {stream.outcome()[1] for stream in streams} == {"length"}
         assert engine.process.wait(START_S) == 0
+        eventually(lambda: "The engine has ended." in server.errors.read_text(), START_S)
         assert Stream(server, [1], 5).outcome()[1].startswith("broken")
 
 
@@ -303,5 +304,6 @@ def test_wrong_usage_is_answered_with_one_sentence(tmp_path):
     refused(run(*listen, "127.0.0.1:0", "--port", "1"), "--port is of no use here")
     short = key_file(tmp_path, "short")
     refused(run(*listen, "127.0.0.1:0", "--ring-key-file", str(short)), "has 5 bytes")
+    refused(run("serve", "--ring-planes", "3"), "--ring-planes is of no use without --engine-only")
     refused(run("frontend", "--ring", "nonsense"), "HOST:PORT")
     refused(run("frontend", "--standby"), "unknown argument '--standby'")

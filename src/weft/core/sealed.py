@@ -196,6 +196,17 @@ class SealedSocket:
             yield kind, body
         del self._buffer[:at]
 
+    def finish(self, seconds: float) -> None:
+        """End the link when the other side has what was sent, and has ended it, or time is up."""
+        end = time.monotonic() + seconds
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+            while (left_s := end - time.monotonic()) > 0:
+                self._socket.settimeout(left_s)
+                if not self._socket.recv(RECEIVED_BYTES):
+                    break
+        self.close()
+
     def close(self) -> None:
         """End the link; whoever waits gets an error. May be called twice."""
         if self._closed.is_set():

@@ -49,6 +49,7 @@ MOST_HANDSHAKES = 16  # at once; more are turned away
 MOST_WAITING = 8 * 2**20  # bytes that a link may be behind; more waits in the ring
 SENT_BYTES = 2**18  # at once
 STILL_HERE_S = 1.0
+END_S = 0.5  # for a request plane to hear that this is the end
 SIGN_S = 1.0  # between two signs of life of an agent without request planes
 
 logger = logging.getLogger("weft.agent")
@@ -244,6 +245,8 @@ class RingAgent:
                 self._say_all(LinkFrame.LEAVE)
         self._say_all(LinkFrame.END)
         for plane in self._planes:
+            if plane.link is not None:
+                plane.link.finish(END_S)
             plane.release()
 
     def _sign(self) -> None:
@@ -422,7 +425,11 @@ def main() -> None:
         if line:
             chosen = [settings["tokenizer"], settings["chat_template"]]
             paths = [None if path is None else Path(path) for path in chosen]
-            agent.tell(line.strip(), text_files(Path(json.loads(line)["folder"]), *paths))
+            try:
+                agent.tell(line.strip(), text_files(Path(json.loads(line)["folder"]), *paths))
+            except OSError as error:
+                logger.error("The model's text files cannot be read: %s.", error)
+                os._exit(1)
 
     threading.Thread(target=wait_for_card, name="weft-card", daemon=True).start()
     agent.run()

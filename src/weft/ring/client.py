@@ -351,6 +351,7 @@ class RingClient:
         with self._lock:
             if not self._closed:
                 self._closed = True
+                self._failure = EngineDeadError("The connection to the engine was closed.")
                 self._ring.detach()
                 self._port.close()
 

@@ -45,7 +45,7 @@ logger = logging.getLogger("weft")
 PING_S = 0.5
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 2.0  # between two attempts to connect
 REFUSED_S = 5.0  # the same after a refusal
-END_S = 1.0
+END_S = 1.0  # for the other side to hear that the ring is given up
 
 
 class RingPort(Protocol):
@@ -168,20 +168,14 @@ class RemotePort:
             os.close(self._changed)
         self._remote.take()  # the end ends all of it
         if self._link is not None:
-            self._say_end(self._link)
-            self._link.close()
+            self._outgoing += self._link.seal(LinkFrame.END)
+            self._link.set_timeout(END_S)
+            with contextlib.suppress(RingLinkError):
+                while self._outgoing:
+                    del self._outgoing[: self._link.send_some(memoryview(bytes(self._outgoing)))]
+            self._link.finish(END_S)
             self._link = None
         self._epoll.close()
-
-    def _say_end(self, link: SealedSocket) -> None:
-        """Give the ring up, and wait a moment until the other side knows."""
-        self._outgoing += link.seal(LinkFrame.END)
-        link.set_timeout(END_S)
-        with contextlib.suppress(RingLinkError):
-            while self._outgoing:
-                del self._outgoing[: link.send_some(memoryview(bytes(self._outgoing)))]
-            while True:  # until it closes the link
-                link.receive_frame()
 
     def _signal(self) -> bool:
         """Have ``drain`` called; False if the port is closed."""

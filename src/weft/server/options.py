@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from weft.batch.promotion import PROMOTIONS
 from weft.batch.webhook_settings import WebhookSettings
@@ -13,6 +15,12 @@ from weft.server.keyfile import read_keys
 from weft.text.dialect import REASONING_MARKERS, TOOL_PARSERS
 
 _HOST_NAME = re.compile(r"\*|[A-Za-z0-9_.-]{1,253}|\[?[0-9A-Fa-f:.]{2,45}\]?")
+
+# Settings that concern an engine without HTTP.
+OF_ENGINES = (
+    *("engine_only", "ring_listen", "ring_planes", "ring_key_file", "ring_timeout_s"),
+    *("standby", "watchdog_s", "stalled_s", "drain_timeout_s"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,3 +359,21 @@ class ServerOptions:
             raise ConfigError(
                 "request_timeout_s is above max_request_timeout_s.", param="request_timeout_s"
             )
+
+
+def check_given(given: Mapping[str, Any], *, engine_only: bool) -> None:
+    """Refuse settings that would do nothing. Raises ConfigError.
+
+    Args:
+        given: settings of the server.
+    """
+    for name in given:
+        flag = "--" + name.replace("_", "-")
+        if engine_only and name not in OF_ENGINES:
+            raise ConfigError(
+                f"--engine-only serves no HTTP, so {flag} is of no use here; give it to weft "
+                "frontend.",
+                param=name,
+            )
+        if not engine_only and name in OF_ENGINES and name.startswith("ring_"):
+            raise ConfigError(f"{flag} is of no use without --engine-only.", param=name)
