@@ -12,7 +12,7 @@ from weft.core.config import EngineConfig
 from weft.core.early import Starter
 from weft.core.logs import notice
 from weft.core.process import beat_s
-from weft.core.sealed import read_key
+from weft.core.sealed import listen_with_key, read_key
 from weft.server.options import ServerOptions
 from weft.supervise import on_signals, run_kept
 
@@ -26,11 +26,10 @@ def serve_engine(
         ConfigError: the address or the key cannot be used.
         WeftError: what kept the engine from starting, or processes that died again and again.
     """
-    from weft.ring.agent_keeper import listen_for_planes
-
     key = read_key(options.ring_key_file)
     assert options.ring_listen is not None, "the options were checked"
-    with listen_for_planes(options.ring_listen, key) as listener:
+    names = {"param": "ring_listen", "key_param": "ring_key_file"}
+    with listen_with_key(options.ring_listen, key, callers="request planes", **names) as listener:
         return asyncio.run(_supervise(settings, config, options, listener, key, start))
 
 

@@ -423,3 +423,19 @@ def test_a_ring_of_its_own_for_each(ring, tmp_path):
         two.submit([endless(2)], collector)
         collector.ends(2)
     other.close()
+
+
+def test_nothing_is_left_of_a_port_that_was_closed(ring, tmp_path):
+    def open_fds() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    with agent(tmp_path, ring) as running:
+        RingClient(running.access()).close()
+        before, threads = open_fds(), threading.active_count()
+        for _ in range(5):
+            client = RingClient(running.access())
+            client.run_in_thread()
+            client.close()
+            client.close()
+        assert open_fds() == before
+        eventually(lambda: threading.active_count() <= threads, PATIENCE_S)

@@ -17,12 +17,18 @@ from weft.attend.frames import FrameKind, pack_refusal
 from weft.attend.geometry import Geometry
 from weft.attend.options import PlaceOptions
 from weft.attend.session import EngineSession
-from weft.core.addresses import format_address, leads_to_loopback, parse_address
+from weft.core.addresses import format_address
 from weft.core.errors import ConfigError, PlaceError, PlaceRefusedError, WeftError
 from weft.core.logs import log_level, notice, set_up_logs
 from weft.core.memory import available_memory
 from weft.core.process import set_process_title
-from weft.core.sealed import close_socket, read_key
+from weft.core.sealed import (
+    MOST_HANDSHAKES,
+    close_socket,
+    greet_all,
+    listen_with_key,
+    read_key,
+)
 from weft.core.settings import format_bytes
 from weft.core.topology import this_machine
 from weft.kernels.cpu import attention
@@ -30,8 +36,6 @@ from weft.kernels.cpu.isa import chosen_isa
 
 logger = logging.getLogger("weft")
 
-MOST_HANDSHAKES = 16  # at once; more are turned away
-BACKLOG = 16
 TAKEOVER_S = 30.0  # until the broken session of the same engine has ended
 
 
@@ -54,20 +58,9 @@ class Place:
                 "free.",
                 param="kv_memory",
             )
-        host, port = parse_address(options.listen, "listen")
-        if not self._key and not leads_to_loopback(host):
-            raise ConfigError(
-                f"Other machines can reach {host}, so engines must prove that they know a key; "
-                "name one with --key-file, or listen on 127.0.0.1.",
-                param="key_file",
-            )
-        try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
-        except OSError as error:
-            raise ConfigError(
-                f"Cannot listen on {options.listen}: {error.strerror or error}.", param="listen"
-            ) from None
+        self._listener = listen_with_key(
+            options.listen, self._key, callers="engines", param="listen", key_param="key_file"
+        )
         self._handshakes = threading.Semaphore(MOST_HANDSHAKES)
         self._serving = threading.Lock()
         self._current: tuple[str, SocketTransport] | None = None  # the engine that is served
@@ -87,17 +80,7 @@ class Place:
 
     def serve(self) -> None:
         """Serve engines until ``close``."""
-        while True:
-            try:
-                link, peer = self._listener.accept()
-            except OSError:
-                return
-            if not self._handshakes.acquire(blocking=False):
-                close_socket(link)
-                continue
-            threading.Thread(
-                target=self._welcome, args=(link, format_address(peer)), daemon=True
-            ).start()
+        greet_all(self._listener, self._handshakes, self._welcome)
 
     def close(self) -> None:
         """Listen no more, and end the session that is served."""

@@ -20,15 +20,18 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from weft import __version__
+from weft.core.addresses import format_address, leads_to_loopback, parse_address
 from weft.core.errors import ConfigError, WeftError
 
 HANDSHAKE_S = 10.0
+MOST_HANDSHAKES = 16  # at once; more are turned away
+BACKLOG = 64
 NONCE_BYTES = PROOF_BYTES = 32
 MAGIC_BYTES = 12
 HELLO = struct.Struct(f"<{MAGIC_BYTES}sH32s{NONCE_BYTES}s")
@@ -317,6 +320,55 @@ def answer(rules: LinkRules, link: socket.socket, key: bytes) -> tuple[bytes, by
         raise rules.refused(f"The keys of {rules.caller} and {rules.answerer} differ.")
     _send(rules, link, b"\x01" + rules.proof(key, rules.answerer, hellos))
     return rules.seal_key(key, rules.caller, hellos), rules.seal_key(key, rules.answerer, hellos)
+
+
+def listen_with_key(
+    address: str, key: bytes, *, callers: str, param: str, key_param: str
+) -> socket.socket:
+    """Return a socket that listens for callers of a kind.
+
+    Args:
+        callers: what they are, as in "engines".
+        param, key_param: the settings of address and key.
+
+    Raises:
+        ConfigError: the address cannot be had, or others than this machine reach it without a key.
+    """
+    host, port = parse_address(address, param)
+    if not key and not leads_to_loopback(host):
+        raise ConfigError(
+            f"Other machines can reach {host}, so {callers} must prove that they know a key; name "
+            f"one with --{key_param.replace('_', '-')}, or listen on 127.0.0.1.",
+            param=key_param,
+        )
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot listen on {address}: {error.strerror or error}.", param=param
+        ) from None
+
+
+def greet_all(
+    listener: socket.socket, handshakes: threading.Semaphore, greet: Callable[[Any, str], None]
+) -> None:
+    """Have a thread greet each caller, until the listener is closed.
+
+    Args:
+        handshakes: as many as may go on at once; others are turned away. ``greet`` releases it.
+        greet: takes the socket and the caller's address.
+    """
+    while True:
+        try:
+            link, peer = listener.accept()
+        except OSError:
+            return
+        if handshakes.acquire(blocking=False):
+            words = (link, format_address(peer))
+            threading.Thread(target=greet, args=words, daemon=True).start()
+        else:
+            close_socket(link)
 
 
 def _send(rules: LinkRules, link: socket.socket, data: bytes) -> None:

@@ -32,11 +32,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.core.addresses import format_address
 from weft.core.errors import RingLinkError, RingRefusedError
 from weft.core.logs import log_level, set_up_logs
 from weft.core.process import die_with, raise_file_limit, set_process_title
-from weft.core.sealed import SealedSocket, answer, close_socket
+from weft.core.sealed import MOST_HANDSHAKES, SealedSocket, answer, close_socket, greet_all
 from weft.ring import _native
 from weft.ring.codec import SAMPLING
 from weft.ring.facts import describe_facts, send_files, text_files
@@ -45,7 +44,6 @@ from weft.ring.link import CLOCK, CLOCKS, RULES, LinkFrame, pack_json, unpack_cl
 from weft.ring.segment import RingFds
 
 TICK_S = 0.05  # between two looks at the info page, and at what has timed out
-MOST_HANDSHAKES = 16  # at once; more are turned away
 MOST_WAITING = 8 * 2**20  # bytes that a link may be behind; more waits in the ring
 SENT_BYTES = 2**18  # at once
 STILL_HERE_S = 1.0
@@ -225,7 +223,9 @@ class RingAgent:
 
     def run(self) -> None:
         """Serve until ``end``."""
-        threading.Thread(target=self._listen, name="weft-ring-listen", daemon=True).start()
+        threading.Thread(
+            target=greet_all, args=(self._listener, self._handshakes, self._greet), daemon=True
+        ).start()
         looked_s, leaving = 0.0, False
         self._sign()
         while self._endings < 2 and not (leaving and all(p.agent.idle for p in self._planes)):
@@ -324,19 +324,6 @@ class RingAgent:
                 plane.say(kind)
 
     # -- those who connect -------------------------------------------------------------------------
-
-    def _listen(self) -> None:
-        while True:
-            try:
-                link, peer = self._listener.accept()
-            except OSError:
-                return
-            if not self._handshakes.acquire(blocking=False):
-                close_socket(link)
-                continue
-            threading.Thread(
-                target=self._greet, args=(link, format_address(peer)), daemon=True
-            ).start()
 
     def _greet(self, raw: socket.socket, peer: str) -> None:
         """The handshake with whoever has connected; a refusal says why."""

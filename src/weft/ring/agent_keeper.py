@@ -16,37 +16,12 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from weft.core.addresses import leads_to_loopback, parse_address
-from weft.core.errors import ConfigError
 from weft.core.process import Backoff, beat_s, describe_exit, exited, start_child
 from weft.ring.segment import RingFds
 
-BACKLOG = 64
 START_S = 60.0  # more patience with one that has still to begin
 
 logger = logging.getLogger("weft")
-
-
-def listen_for_planes(address: str, key: bytes) -> socket.socket:
-    """Return a socket that listens for request planes.
-
-    Raises:
-        ConfigError: the address cannot be had, or others than this machine reach it without a key.
-    """
-    host, port = parse_address(address, "ring_listen")
-    if not key and not leads_to_loopback(host):
-        raise ConfigError(
-            f"Other machines can reach {host}, so request planes must prove that they know a key; "
-            "name one with --ring-key-file, or listen on 127.0.0.1.",
-            param="ring_key_file",
-        )
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
-    except OSError as error:
-        raise ConfigError(
-            f"Cannot listen on {address}: {error.strerror or error}.", param="ring_listen"
-        ) from None
 
 
 class AgentKeeper:
