@@ -63,13 +63,14 @@ def parts() -> list[Part]:
     return [
         Part("build", [python, str(here / "build.py"), str(BUILD)], 55),
         Part("probes", [python, str(here / "probes.py")], 45),
-        Part("kernels", [*pytest, "tests/triton", *absent], 100),
+        Part("kernels", [*pytest, "tests/triton", *absent], 95),
         Part("engine", [*pytest, "tests/gpu"], 90),
-        Part("decode", [python, str(here / "decode.py"), "--seconds", "120"], 150),
+        Part("decode", [python, str(here / "decode.py"), "--seconds", "97"], 125),
+        Part("leases", [python, str(here / "leases.py"), "--limit", "19"], 60),
         Part("lanes", [python, str(here / "lanes.py")], 24),
         Part("overlap", [python, str(here / "overlap.py")], 20),
-        Part("shares", [python, str(here / "kernels.py")], 55),
-        Part("transformers", [python, str(here / "transformers_decode.py")], 60),
+        Part("shares", [python, str(here / "kernels.py")], 45),
+        Part("transformers", [python, str(here / "transformers_decode.py")], 40),
     ]
 
 

@@ -243,6 +243,25 @@ def test_rows_that_steps_wait_for_are_measured(check, tmp_path):
     assert "tiny bf16, batch 2, 3 rows of the host: step with them in another one" in names
 
 
+def test_leases_are_measured(check, tmp_path):
+    script = str(ROOT / "benchmarks" / "gpu" / "leases.py")
+    tiny = ("--device", "cpu", "--model", "tiny", "--batch", "2", "--steps", "5")
+    told = run_without(tmp_path, sys.executable, script, *tiny)
+    found = {each["name"]: each for each in map(check.read_figure, told.splitlines()) if each}
+    assert found["tiny bf16, batch 2: tokens of steps replayed that differ"]["value"] == 0
+    assert found["tiny bf16, batch 2: steps replayed"]["value"] > 0
+
+
+def test_a_way_that_takes_too_long_stops_no_other():
+    script = str(ROOT / "benchmarks" / "gpu" / "leases.py")
+    command = [sys.executable, script, "--limit", "0.01"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 1
+    told = [line.split(":")[0] for line in done.stdout.splitlines() if "timed out" in line]
+    assert told == ["steps replayed", "steps looping", "steps resident"]
+
+
 @deep
 def test_transformers_is_measured(check, tmp_path):
     script = str(ROOT / "benchmarks" / "gpu" / "transformers_decode.py")
