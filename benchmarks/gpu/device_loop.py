@@ -1,7 +1,7 @@
 """Decode steps that a GPU goes on with by itself: host code for ``resident/cuda_port.hpp``.
 
-``LoopMemory`` is what the loop reads and writes, laid out as the header has it. ``resident_driver``
-and ``looping_driver`` make the graphs that run it; they need a GPU, and have not run on one yet.
+``LoopMemory`` is what the loop reads and writes, laid out as the header has it. ``DeviceLoop``
+makes the graphs that run it; that needs a GPU, and has not run on one yet.
 """
 
 from __future__ import annotations
@@ -113,6 +113,7 @@ class LoopMemory:
             for slots, begins in zip(tokens["slot_mapping"], tokens["table_start"], strict=True)
         ]
         where = device.where
+        samples["counter"][:count] += 1  # the token that the step has given
         given = torch.zeros(steps + 1, count, dtype=torch.int64, device=where)
         given[0] = functions.results[1 : 1 + count, 0]
         self._tokens = device.exchange_memory((steps + 1) * count, torch.int64)
@@ -129,7 +130,7 @@ class LoopMemory:
             stop_from=self._at(ends),
             ids=tokens["ids"].data_ptr(),
             positions=tokens["positions"].data_ptr(),
-            counters=self._at_counters(samples["counter"]),
+            counters=samples["counter"].data_ptr(),
             seq_lens=tokens["seq_lens"].data_ptr(),
             groups=self._at(on_device((GroupRows * len(groups))(*groups), where)),
             num_groups=len(groups),
@@ -152,11 +153,6 @@ class LoopMemory:
         """The address of a tensor, which lives on."""
         self._kept.append(tensor)
         return tensor.data_ptr()
-
-    def _at_counters(self, counters: Tensor) -> int:
-        """The counters, which the loop counts on from the token that a step has given."""
-        counters[: self._count] += 1
-        return counters.data_ptr()
 
     def outcome(self) -> tuple[list[list[int]], str]:
         """Tokens of each step that was computed, first those of the given one, and the end."""

@@ -35,12 +35,14 @@ Tokens = list[list[int]]  # of each step
 class Rows:
     """An executor, and rows that decode in every step, after a prompt of one token each."""
 
-    def __init__(self, decoder: Decoder, device: Device, batch: int, steps: int) -> None:
+    def __init__(
+        self, decoder: Decoder, device: Device, batch: int, steps: int, *, capture: bool = True
+    ) -> None:
         each, groups = -(-(steps + 2) // BLOCK), decoder.spec.kv_groups
         memory = tensor_memory(str(device.where))
         store = KVStore(groups, [batch * each] * len(groups), BLOCK, decoder.dtype, memory)
         table = InputBatch(batch, steps + 2, [each] * len(groups))
-        kinds = Steps(max(batch, 16), batch, 1, sizes=(batch,), leases=True)
+        kinds = Steps(max(batch, 16), batch, 1, capture, (batch,), leases=True)
         self.executor = GraphExecutor(decoder, store, table, device, kinds)
         self.stamps = _native.Stamps()
         self._batch, self._step, self._each, self._groups = batch, 0, each, len(groups)
@@ -111,10 +113,7 @@ def asked(row: int) -> SamplingParams:
 
 def uncaptured(decoder: Decoder, device: Device, batch: int, steps: int) -> Tokens:
     """The truth: functions that run one by one, each step planned and awaited."""
-    rows = Rows(decoder, device, batch, steps)
-    captured = rows.executor._steps
-    captured.forward_graphs.clear()
-    captured.sample_graphs.clear()
+    rows = Rows(decoder, device, batch, steps, capture=False)
     rows.begin()
     return [list(rows.executor.launch(rows.plan(at)).result().tokens) for at in range(steps)]
 
