@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from probes import DEVICE_LAUNCH, UPLOAD, check, conditional_node
+from probes import DEVICE_LAUNCH, UPLOAD, check, conditional_node, kernel_node
 from torch import Tensor
 
 from weft.exec.device import CudaDevice
@@ -189,24 +189,6 @@ def kernels() -> dict[str, Any]:
     return {name: check(driver.cuModuleGetFunction(module, name.encode())) for name in names}
 
 
-def add_kernel(
-    graph: Any, function: Any, threads: int, arguments: list[tuple[int, Any]], after: list[Any]
-) -> Any:
-    """Add a kernel of one block."""
-    from cuda.bindings import driver
-
-    node = driver.CUgraphNodeParams()
-    node.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
-    kernel = node.kernel
-    kernel.func = function
-    kernel.gridDimX = kernel.gridDimY = kernel.gridDimZ = 1
-    kernel.blockDimX, kernel.blockDimY, kernel.blockDimZ = threads, 1, 1
-    values, types = zip(*arguments, strict=True)
-    kernel.kernelParams = (values, types)
-    before = [driver.CUgraphNode(int(each)) for each in after]
-    return check(driver.cuGraphAddNode(graph, before, None, len(before), node))
-
-
 def captured(step: Callable[[], None], device: CudaDevice) -> torch.cuda.CUDAGraph:
     """Return a graph of what ``step`` orders, which is not instantiated yet."""
     with device.work():
@@ -269,13 +251,13 @@ class DeviceLoop:
             graph = check(runtime.cudaGraphCreate(0))
             done = self._kernels["weft_step_done"]
             step = self._step(runtime, graph)
-            add_kernel(graph, done, 1, [(self._state.data_ptr(), pointer)], [step])
+            kernel_node(graph, done, [(self._state.data_ptr(), pointer)], [step])
             params = runtime.cudaGraphInstantiateParams()
             params.flags, params.uploadStream = DEVICE_LAUNCH | UPLOAD, self._stream
             self._executables.append(check(runtime.cudaGraphInstantiateWithParams(graph, params)))
         parent = check(runtime.cudaGraphCreate(0))
         arguments = [(self._loop.data_ptr(), pointer)]
-        add_kernel(parent, self._kernels["weft_serve"], LANES, arguments, [])
+        kernel_node(parent, self._kernels["weft_serve"], arguments, threads=LANES)
         ready = check(runtime.cudaGraphInstantiate(parent, DEVICE_LAUNCH))
         check(runtime.cudaGraphUpload(ready, self._stream))
         return ready
@@ -290,7 +272,7 @@ class DeviceLoop:
         arguments = [
             (self._loop.data_ptr(), ctypes.c_void_p), (int(again), word), (int(bucket), word)
         ]  # fmt: skip
-        node = add_kernel(body, self._kernels["weft_between"], LANES, arguments, [])
+        node = kernel_node(body, self._kernels["weft_between"], arguments, threads=LANES)
         (arm,) = conditional_node(body, bucket, kind.cudaGraphCondTypeSwitch, 1, [node])
         self._step(runtime, arm)
         ready = check(runtime.cudaGraphInstantiate(graph, 0))

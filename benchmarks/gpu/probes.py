@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +125,9 @@ def kernels() -> tuple[Any, Any]:
 
 
 def kernel_node(
-    graph: Any, function: Any, arguments: list[Any], after: tuple[Any, ...] = ()
+    graph: Any, function: Any, arguments: list[Any], after: Sequence[Any] = (), threads: int = 1
 ) -> Any:
-    """Add a kernel of one thread; ``arguments`` are (value, ctypes type)."""
+    """Add a kernel of one block; ``arguments`` are (value, ctypes type)."""
     from cuda.bindings import driver
 
     node = driver.CUgraphNodeParams()
@@ -135,10 +135,11 @@ def kernel_node(
     kernel = node.kernel
     kernel.func = function
     kernel.gridDimX = kernel.gridDimY = kernel.gridDimZ = 1
-    kernel.blockDimX = kernel.blockDimY = kernel.blockDimZ = 1
+    kernel.blockDimX, kernel.blockDimY, kernel.blockDimZ = threads, 1, 1
     values, types = zip(*arguments, strict=True)
     kernel.kernelParams = (values, types)
-    return check(driver.cuGraphAddNode(graph, list(after), None, len(after), node))
+    before = [driver.CUgraphNode(int(each)) for each in after]
+    return check(driver.cuGraphAddNode(graph, before, None, len(before), node))
 
 
 def conditional_node(graph: Any, handle: Any, kind: Any, size: int, after: list[Any]) -> list[Any]:

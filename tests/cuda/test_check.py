@@ -19,14 +19,6 @@ from depth import deep
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _modules():
-    """Those of the parts can be imported."""
-    sys.path.insert(0, str(ROOT / "benchmarks" / "gpu"))
-    yield
-    sys.path.remove(str(ROOT / "benchmarks" / "gpu"))
-
-
 @pytest.fixture(scope="module")
 def check():
     path = ROOT / "benchmarks" / "gpu" / "check.py"

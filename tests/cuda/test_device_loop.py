@@ -6,7 +6,6 @@ The loop itself runs on the host, with one lane, and the steps of a real executo
 from __future__ import annotations
 
 import ctypes
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,14 +18,6 @@ from weft.kernels.ops import select_ops
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 BATCH, STEPS = 3, 130  # more than one execution launches
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _modules():
-    """Those of the parts can be imported."""
-    sys.path.insert(0, str(ROOT / "benchmarks" / "gpu"))
-    yield
-    sys.path.remove(str(ROOT / "benchmarks" / "gpu"))
 
 
 @pytest.fixture(scope="module")

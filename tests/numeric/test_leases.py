@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import FAMILY_CASES, build, prompt, save_with_tokenizer
+from lease_traffic import EDITED, assert_same_answers, traffic
 from tight_kv import DRAWN, GREEDY, Traffic, least_kv_memory, run, settings_for
 
 from weft.core.errors import ConfigError, ParameterError
@@ -22,11 +23,7 @@ from weft.kernels.cpu import decode
 
 # What a lease knows of, the last four by guests.
 KNOWN: dict[str, dict[str, Any]] = {
-    "nothing": {},
-    "draw": {"top_p": 0.7, "top_k": 40, "min_p": 0.01, "temperature": 1.4},
-    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": -0.2},
-    "bias": {"logit_bias": {number: 3.0 - number % 7 for number in range(0, 60, 3)}},
-    "minimum": {"min_tokens": 20, "stop_token_ids": tuple(range(0, 190, 5))},
+    **EDITED,
     "restrictions": {
         "allowed_token_ids": tuple(range(40, 90)),
         "bad_token_sequences": ((41,), (50, 60), (70, 70)),
@@ -36,16 +33,6 @@ KNOWN: dict[str, dict[str, Any]] = {
     "logprobs": {"repetition_penalty": 1.3, "logprobs": 2},
     "named": {"logprob_token_ids": (4, 9), "allowed_token_ids": tuple(range(3, 60))},
 }
-# What is asked of requests in traffic.
-OTHERS = (
-    KNOWN["nothing"],
-    {"stop_token_ids": tuple(range(0, 190, 7))},
-    KNOWN["draw"],
-    KNOWN["penalties"],
-    KNOWN["restrictions"],
-    KNOWN["logprobs"],
-)
-NOT_LEASED = {"speculation": 3}
 
 
 @pytest.fixture(scope="module")
@@ -70,19 +57,6 @@ def leases(monkeypatch) -> list[decode.Decoded]:
     return given
 
 
-def traffic(seed: int) -> Traffic:
-    """Two waves of requests, of which some end by a token, and some are cancelled."""
-    rng = np.random.default_rng(seed)
-    arrivals: dict[int, list[Request]] = {}
-    for number in range(12):
-        base = (GREEDY, DRAWN)[number % 2]
-        wish = NOT_LEASED if number == 4 else OTHERS[rng.integers(len(OTHERS))]
-        sampling = replace(base, max_tokens=int(rng.integers(1, 60)), seed=number, **wish)
-        tokens = prompt(int(rng.integers(1, 40)), 100 * seed + number)
-        arrivals.setdefault(40 * (number // 6), []).append(Request(number, tuple(tokens), sampling))
-    return Traffic(arrivals, {12: [3], 50: [8]})
-
-
 @pytest.mark.parametrize("family", FAMILY_CASES)
 def test_leased_steps_change_no_token(folders, family, monkeypatch, leases) -> None:
     """With ample KV, and with so little that sequences must give way."""
@@ -91,7 +65,8 @@ def test_leased_steps_change_no_token(folders, family, monkeypatch, leases) -> N
         answers = {}
         for resident in ("off", "auto"):
             engine = build_engine(settings_for(folder, kv_memory=memory, resident=resident))
-            answers[resident], plans = run(engine, traffic(1), monkeypatch)
+            given = traffic(1, KNOWN["restrictions"], KNOWN["logprobs"])
+            answers[resident], plans = run(engine, given, monkeypatch)
             if resident == "off":
                 assert not any(plan.lease for plan in plans)
                 assert not leases
@@ -99,14 +74,7 @@ def test_leased_steps_change_no_token(folders, family, monkeypatch, leases) -> N
         assert engine.scheduler.totals.resident_steps == steps
         assert steps > 20 or memory < 2**22  # with little memory somebody waits most of the time
         leases.clear()
-        for number, answer in answers["auto"].items():
-            wanted = answers["off"][number]
-            cancelled = FinishReason.CANCELLED in (answer.finish, wanted.finish)
-            if cancelled:  # at another token
-                shorter = min(len(answer.tokens), len(wanted.tokens))
-                assert answer.tokens[:shorter] == wanted.tokens[:shorter]
-            else:
-                assert answer == wanted
+        assert_same_answers(answers["auto"], answers["off"])
 
 
 @pytest.mark.parametrize("first", KNOWN)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoints import FAMILY_CASES, build, prompt, save_with_tokenizer
 from graphed import use_graphs
+from lease_traffic import EDITED, NOT_LEASED, assert_same_answers, traffic
 from tight_kv import DRAWN, GREEDY, Traffic, least_kv_memory, run, settings_for
 
 from weft.core.config import EngineConfig
@@ -26,20 +27,13 @@ from weft.kernels.advance import BLOCKS
 from weft.kernels.cpu import _native
 
 FAMILIES = ["llama", "gemma4-shared-kv", "qwen3-moe-mixed"]
-# What rows may ask for under a lease, and what steps are planned for one by one.
-KNOWN: dict[str, dict[str, Any]] = {
-    "nothing": {},
-    "draw": {"top_p": 0.7, "top_k": 40, "min_p": 0.01, "temperature": 1.4},
-    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": -0.2},
-    "bias": {"logit_bias": {number: 3.0 - number % 7 for number in range(0, 60, 3)}},
-    "minimum": {"min_tokens": 20, "stop_token_ids": tuple(range(0, 190, 11))},
-}
+# What steps are planned for one by one.
 PLANNED: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 2},
     "grammar": {"grammar": "start: /[a-z]{5}[0-9 ]{60}/", "ignore_eos": False},
     "restrictions": {"allowed_token_ids": tuple(range(40, 90))},
     "many stop ids": {"stop_token_ids": tuple(range(1000, 1040))},
-    "drafts": {"speculation": 3},
+    "drafts": NOT_LEASED,
 }
 LONG = replace(GREEDY, max_tokens=90, seed=1)
 
@@ -74,20 +68,6 @@ def leases(monkeypatch) -> list[list[list[int]]]:
     return given
 
 
-def traffic(seed: int) -> Traffic:
-    """Two waves of requests, of which some end by a token, and some are cancelled."""
-    rng = np.random.default_rng(seed)
-    arrivals: dict[int, list[Request]] = {}
-    others = ({}, {"stop_token_ids": tuple(range(0, 190, 7))}, KNOWN["draw"], KNOWN["penalties"])
-    for number in range(12):
-        base = (GREEDY, DRAWN)[number % 2]
-        wish = PLANNED["drafts"] if number == 4 else others[rng.integers(len(others))]
-        sampling = replace(base, max_tokens=int(rng.integers(1, 60)), seed=number, **wish)
-        tokens = prompt(int(rng.integers(1, 40)), 100 * seed + number)
-        arrivals.setdefault(40 * (number // 6), []).append(Request(number, tuple(tokens), sampling))
-    return Traffic(arrivals, {12: [3], 50: [8]})
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("more", [{}, {"steps_in_flight": 0, "graphs": False}])
 def test_replayed_steps_change_no_token(folders, family, more, monkeypatch, leases) -> None:
@@ -105,20 +85,15 @@ def test_replayed_steps_change_no_token(folders, family, more, monkeypatch, leas
         assert engine.scheduler.totals.resident_steps == steps
         assert steps > 20 or memory < 2**22  # with little memory somebody waits most of the time
         leases.clear()
-        for number, answer in found.items():
-            if FinishReason.CANCELLED in (answer.finish, wanted[number].finish):
-                shorter = min(len(answer.tokens), len(wanted[number].tokens))
-                assert answer.tokens[:shorter] == wanted[number].tokens[:shorter]
-            else:
-                assert answer == wanted[number]
+        assert_same_answers(found, wanted)
 
 
-@pytest.mark.parametrize("wish", [*KNOWN, *PLANNED])
+@pytest.mark.parametrize("wish", [*EDITED, *PLANNED])
 def test_what_rows_ask_for_is_done_under_a_lease_or_planned(
     folders, wish, monkeypatch, leases
 ) -> None:
     folder, answers = folders["llama"], {}
-    asked = {**KNOWN, **PLANNED}[wish]
+    asked = {**EDITED, **PLANNED}[wish]
     for resident in ("off", "on"):
         if resident == "on":
             use_graphs(monkeypatch)
@@ -203,7 +178,7 @@ def test_a_lease_ends_with_its_time(folders, monkeypatch) -> None:
 @pytest.mark.parametrize("at", [2, 5])
 def test_nothing_counts_behind_the_end_of_a_row(folders, at, monkeypatch, leases) -> None:
     """Also where a step behind it was ordered: penalties of the other row count no such token."""
-    wish = KNOWN["penalties"]
+    wish = EDITED["penalties"]
     sampling = replace(LONG, **wish)
     _, ticket = (alone := Alone(folders["llama"], monkeypatch)).leased(sampling)
     ticket.lease.grant(None)
