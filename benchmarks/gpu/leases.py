@@ -7,6 +7,7 @@ way is tried in a process of its own, as a wrong one may hang or break the conte
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -192,11 +193,12 @@ def main() -> int:
     if options.way:
         measure(options)
         return 0
-    missing = 0
+    # A kernel that is loaded while a loop runs would wait for its end.
+    environment, missing = {**os.environ, "CUDA_MODULE_LOADING": "EAGER"}, 0
     for way in ("replayed", "looping", "resident")[: 3 if options.device == "cuda" else 1]:
         try:
             command = [sys.executable, __file__, *sys.argv[1:], "--way", way]
-            subprocess.run(command, check=True, timeout=options.limit)
+            subprocess.run(command, check=True, timeout=options.limit, env=environment)
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
             print(f"steps {way}: {error}", flush=True)
             missing += 1

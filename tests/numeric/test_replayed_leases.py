@@ -248,6 +248,15 @@ def test_tokens_are_published_as_soon_as_another_step_follows(folders, monkeypat
     alone.engine.close()
 
 
+def test_an_outlet_is_that_of_a_ring_and_takes_a_token_of_each_sequence() -> None:
+    with pytest.raises(TypeError):
+        _native.Outlet(object())
+    outlet, one = _native.Outlet(_native.Stamps().outlet), np.zeros(1, np.int64)
+    assert not outlet.asked()
+    with pytest.raises(ValueError, match="each token has one sequence"):
+        outlet.publish(np.zeros(2, np.uint64), one)
+
+
 def test_a_row_without_a_block_is_an_error_before_it_is_computed(folders, monkeypatch) -> None:
     alone = Alone(folders["llama"], monkeypatch)
     pack = alone.executor._packer.pack
