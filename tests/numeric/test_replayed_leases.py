@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from weft.engine.build import build_engine
 from weft.exec import replayed
 from weft.exec.collect import StepOutput
 from weft.exec.functions import StepFunctions
-from weft.exec.replayed import ReplayedSteps
+from weft.exec.replayed import LeasedRun, ReplayedSteps
 from weft.kernels.advance import BLOCKS
 from weft.kernels.cpu import _native
 
@@ -171,7 +172,9 @@ def test_a_lease_ends_with_its_time(folders, monkeypatch) -> None:
     _, ticket = alone.leased()
     monkeypatch.setattr(replayed, "UNPUBLISHED_S", 1e-9)
     ticket.lease.grant(None)
-    assert ticket.result().leased is None
+    leased = ticket.result().leased
+    assert leased is not None
+    assert len(leased.steps) == 1, "one is computed, so that its time is known"
     alone.engine.close()
 
 
@@ -322,3 +325,30 @@ def test_a_host_that_comes_late_holds_up_no_device(folders, monkeypatch) -> None
 def test_ranks_lease_nothing() -> None:
     with pytest.raises(ConfigError, match="tensor_parallel is 2"):
         EngineConfig(resident="on", tensor_parallel=2)
+
+
+def given_of(clock: list[float], steps: int, step_s: float, known_s: float) -> tuple[int, float]:
+    """How many of so many steps a lease gave whose steps take so long, and what is known then."""
+    lease, stops = SimpleNamespace(outlet=None, asked=False), SimpleNamespace(ids=())
+    run = LeasedRun(lease, lambda number: number, steps, stops, known_s)
+    run.order()
+    run.begin()
+    count = 0
+    while run.next() is not None:
+        clock[0] += step_s
+        count += 1
+    return count, run.step_s
+
+
+def test_slow_steps_do_not_end_leases_for_good(monkeypatch):
+    """What a step takes is known by those of leases alone, so each lease has one."""
+    clock = [0.0]
+    monkeypatch.setattr(replayed, "UNPUBLISHED_S", 0.05)
+    monkeypatch.setattr(replayed, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    slow, known_s = given_of(clock, 50, 0.1, 0.0)
+    assert 1 <= slow <= 4
+    assert known_s >= 0.1
+    quick, known_s = given_of(clock, 50, 0.0001, known_s)
+    assert quick == 1, "a slow step more would be too late for the tokens before it"
+    assert known_s < 0.001
+    assert given_of(clock, 50, 0.0001, known_s)[0] == 50

@@ -150,6 +150,7 @@ class ReplayedSteps:
         steps = LeasedRun(lease, order, part.packed.ahead, stops, self._step_s)
         steps.order()
         take()
+        steps.begin()
         tokens = output.leasable_tokens(len(part.rows))
         given = [] if tokens is None else [np.array(tokens, np.int64)]
         ids = np.array([self._table.sequence_ids[row] for row in part.rows.tolist()], np.uint64)
@@ -218,8 +219,12 @@ class LeasedRun:
         self._lease, self._order, self._most, self._number = lease, order, most, 0
         # What is ordered behind the end of a row is for nothing.
         self._ahead = BUFFERS if len(stops.ids) else AHEAD
-        self._began = time.monotonic()
+        self._began = self._behind = time.monotonic()
         self._limit_s = UNPUBLISHED_S if lease.outlet is None else LIMIT_S
+
+    def begin(self) -> None:
+        """The planned step is over, so that the device computes those that were ordered."""
+        self._behind = time.monotonic()
 
     def order(self) -> None:
         """Order steps, so many ahead as may be."""
@@ -235,13 +240,16 @@ class LeasedRun:
         """The next step that was ordered, once others are ordered behind it; None for no more."""
         taken = self._number - len(self.ordered)
         if taken:
-            self.step_s = (time.monotonic() - self._began) / taken
+            self.step_s = (time.monotonic() - self._behind) / taken
         self.order()
         return self.ordered.popleft() if self.ordered else None
 
     def _over(self) -> bool:
-        """Whether the steps that are ordered are the last ones; it stays so."""
+        """Whether the steps that are ordered are the last ones; it stays so.
+
+        One is ordered however long steps took before, or that would never be known to be otherwise.
+        """
         ends_s = time.monotonic() - self._began + (len(self.ordered) + 1) * self.step_s
-        if self._lease.asked or ends_s >= self._limit_s:
+        if self._lease.asked or (self._number and ends_s >= self._limit_s):
             self._most = self._number
         return self._number == self._most
