@@ -139,7 +139,7 @@ class ReplayedSteps:
         Raises:
             InvariantError: the device has ended the lease where the host sees no reason.
         """
-        if not lease.granted or lease.recalled or len(launched) != 1:
+        if not lease.granted or lease.asked or len(launched) != 1:
             return
         (part,) = launched
         if part.output is not output or not part.packed.ahead:
