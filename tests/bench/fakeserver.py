@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 PER_WORD, EXTRA = 2, 7  # tokens of a prompt, as the fake tokeniser counts
@@ -148,3 +152,33 @@ def fake_server(*models: str) -> Iterator[FakeServer]:
             server.end.set()
             server.shutdown()
             thread.join()
+
+
+# A server, and a child of it that is busy.
+SERVER = """
+import subprocess, sys
+sys.path.insert(0, {folder!r})
+from fakeserver import FakeServer
+server = FakeServer(["good"])
+busy = "import time\\nwhile True: sum(range(100000)); time.sleep(0.001)"
+child = subprocess.Popen([sys.executable, "-c", busy])
+print(server.server_address[1], child.pid, flush=True)
+try:
+    server.serve_forever()
+finally:
+    child.kill()
+"""
+
+
+@contextlib.contextmanager
+def server_process() -> Iterator[tuple[int, int, int]]:
+    """The port, the process and the child of a server that runs beside this process."""
+    command = [sys.executable, "-c", SERVER.format(folder=str(Path(__file__).parent))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            port, child = map(int, process.stdout.readline().split())
+            yield port, process.pid, child
+        finally:
+            os.kill(child, 9)
+            process.kill()

@@ -11,6 +11,7 @@ from weft.core.results import check_folder
 from weft.workload.tables import NAMES
 
 SHOWN = ("p50", "p90", "p99", "p99.9")
+_CPU = "server_cpu_s_per_output_token"
 
 
 def check_plots(folder: str | None, extra: str = "bench", param: str = "plots") -> None:
@@ -78,6 +79,37 @@ def _throughput(result: Mapping[str, Any], folder: Path) -> Path:
     axes.set(xlabel=f"offered, {runs[0]['unit']}", ylabel="requests/s")
     axes.legend()
     return save(figure, folder / "throughput.png")
+
+
+def plot_compared(results: Mapping[str, Mapping[str, Any]], folder: str) -> Path:
+    """Plot the sweeps of several servers beside each other, by their names; return the path."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 8), layout="constrained")
+    for index, key in enumerate(("ttft_ms", "tpot_ms"), 1):
+        axes = figure.add_subplot(2, 2, index)
+        for number, (name, result) in enumerate(results.items()):
+            kept = [run for run in result["runs"] if run[key] is not None]
+            for percentile, style in (("p50", "-"), ("p99", "--"), ("p99.9", ":")):
+                axes.plot(
+                    [run["load"] for run in kept],
+                    [run[key][percentile] for run in kept],
+                    style,
+                    color=f"C{number}",
+                    label=f"{name} {percentile}",
+                )
+        axes.set(title=NAMES[key], ylabel="ms", yscale="log")
+        axes.legend(fontsize="small")
+    lower = (("requests_per_s", "completed, requests/s"), (_CPU, "CPU seconds an output token"))
+    for index, (key, title) in enumerate(lower, 3):
+        axes = figure.add_subplot(2, 2, index)
+        for number, (name, result) in enumerate(results.items()):
+            kept = [run for run in result["runs"] if run.get(key) is not None]
+            points = [run["load"] for run in kept], [run[key] for run in kept]
+            axes.plot(*points, "o-", color=f"C{number}", label=name)
+        axes.set(title=title, xlabel="offered, requests/s", ylim=(0, None))
+        axes.legend(fontsize="small")
+    return save(figure, Path(folder) / "compared.png")
 
 
 def save(figure: Any, path: Path) -> Path:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 FEWEST_RATES = 4  # a line has two parameters, a bend three
-ATTAINED = 0.95  # the share of requests within their SLOs at a serviceable load (Blink, section 6)
+ATTAINED = 0.95  # the share of requests within their SLOs at a serviceable load
 FLAT = 0.5  # a second segment steeper than this share of the first is no saturation
 
 
