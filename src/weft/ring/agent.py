@@ -73,6 +73,7 @@ class RemotePlane:
         self.link: SealedSocket | None = None
         self.heard_s = self.lost_s = 0.0
         self.writing = False
+        self._ready = False  # what the request plane has written before is there
         self._outgoing = bytearray()
 
     @property
@@ -85,7 +86,7 @@ class RemotePlane:
         self.plane, self.session, self.peer = caller.plane, caller.session, caller.peer
         self.link, self.heard_s = caller.link, time.monotonic()
         self._outgoing.clear()
-        self.writing = False
+        self.writing = self._ready = False
         caller.link.set_timeout(0)
         if resumed:
             self.agent.forget()
@@ -136,6 +137,8 @@ class RemotePlane:
             self.heard_s = time.monotonic()
             if kind == LinkFrame.RING:
                 self.agent.apply(body.tobytes())
+            elif kind == LinkFrame.READY:
+                self._ready = True
             elif kind == LinkFrame.PING:
                 (clock_ns,) = unpack_clocks(CLOCK, body)
                 self._put(LinkFrame.PONG, CLOCKS.pack(clock_ns, time.monotonic_ns()))
@@ -148,9 +151,14 @@ class RemotePlane:
     def bring(self, *, whole: bool) -> None:
         """Send what the engine has published since the last call. Raises RingLinkError.
 
+        Not before it is known which slots the request plane has freed meanwhile: their output would
+        come down on what it has put into the same memory since.
+
         Args:
             whole: with its info page.
         """
+        if not self._ready:
+            return
         while self.link is not None and len(self._outgoing) < MOST_WAITING:
             for part in self.agent.collect(whole):
                 self._put(LinkFrame.RING, part)
