@@ -46,8 +46,9 @@ class RemoteEngine:
     def _found(self) -> re.Match[str] | None:
         return re.search(r"for request planes at (\S+)", self.errors.read_text())
 
-    def child(self, title: str) -> psutil.Process:
-        return Server(self.process, "", self.errors).children()[title]
+    def children(self) -> dict[str, psutil.Process]:
+        """By title, as those of a ``Server``."""
+        return Server(self.process, "", self.errors).children()
 
 
 @contextlib.contextmanager

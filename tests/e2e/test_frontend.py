@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +15,7 @@ import psutil
 import pytest
 
 import lossy_link
+from depth import deep
 from flaky_proxy import flaky_proxy
 from frontends import KEY, RemoteEngine, Stream, engine_only, fronting
 from live import START_S, Server, eventually, in_shared_memory, lives, refused, run, serving
@@ -156,7 +159,7 @@ def test_streams_go_on_after_the_engine_was_killed(engine, tmp_path):
         undisturbed = [stream.outcome() for stream in begin(server)]
         streams = begin(server)
         eventually(lambda: begun(streams), START_S)
-        engine.child("weft-engine").kill()
+        engine.children()["weft-engine"].kill()
         assert [stream.outcome() for stream in streams] == undisturbed
         eventually(lambda: server.metrics("weft:engine_restarts_total") == [1], START_S)
 
@@ -165,7 +168,7 @@ def test_a_killed_agent_ends_requests_with_an_error_and_comes_back(engine, tmp_p
     with fronting(tmp_path, engine.address) as server:
         streams = begin(server, 4000)
         eventually(lambda: begun(streams), START_S)
-        engine.child("weft-ring-agent").kill()
+        engine.children()["weft-ring-agent"].kill()
         assert {stream.outcome()[1] for stream in streams} == {"engine_unreachable"}
         eventually(lambda: answers_again(server), START_S)
         eventually(server.idle, START_S)
@@ -199,7 +202,7 @@ def test_a_stopped_agent_is_replaced(tmp_path):
         engine_only(tmp_path, *QUICK, "--watchdog-s", "2") as engine,
         fronting(tmp_path, engine.address, *QUICK) as server,
     ):
-        agent = engine.child("weft-ring-agent")
+        agent = engine.children()["weft-ring-agent"]
         agent.send_signal(signal.SIGSTOP)
         eventually(lambda: not lives(agent), START_S)
         assert "not responding" in engine.errors.read_text()
@@ -299,6 +302,30 @@ def test_streams_outlive_connections_that_are_reset_again_and_again(tmp_path):
                 START_S,
             )
         assert [stream.outcome() for stream in streams] == undisturbed
+        eventually(server.idle, START_S)
+
+
+@deep
+def test_streams_survive_engines_that_die_behind_links_that_break(tmp_path):
+    draw = random.Random(3)
+    with (
+        engine_only(tmp_path, *QUICK, modelled=False) as engine,
+        flaky_proxy(engine.address, 0.001) as proxy,
+        fronting(tmp_path, proxy.address, *QUICK) as server,
+    ):
+        undisturbed = [stream.outcome() for stream in begin(server, 900)]
+        kills = 0
+        for _ in range(6):
+            streams = begin(server, 900)
+            while not all(stream.ended for stream in streams):
+                time.sleep(draw.uniform(0.3, 1.5))
+                if draw.random() < 0.3 and (victim := engine.children().get("weft-engine")):
+                    victim.kill()
+                    kills += 1
+                else:
+                    proxy.reset()
+            assert [stream.outcome() for stream in streams] == undisturbed
+        assert kills
         eventually(server.idle, START_S)
 
 
