@@ -1,7 +1,9 @@
 """Blink's load sweep over HTTP: weft, vLLM's CPU build and llama-server, with equal threads.
 
-    python benchmarks/peers/sweep.py --envs FOLDER [--engines weft,vllm,llamacpp] [--points 13]
-        [--rates 1,2,4] [--seconds 30] [--rounds 1] [--plots FOLDER] [--out FILE]
+    python benchmarks/peers/sweep.py [--engines weft,vllm,llamacpp] [--points 13] [--rates 1,2,4]
+        [--seconds 30] [--rounds 1] [--envs FOLDER] [--plots FOLDER] [--out FILE]
+
+Installs peers below ``--envs``, as run.py does. ``--out`` is written anew after each rate.
 
 All servers run at once, on checkpoint A (see ``models.py``), and only one of them has requests: at
 each rate they take turns. What the others use meanwhile is in the result. Without ``--rates`` the
@@ -42,6 +44,7 @@ from weft.bench.options import ServeBench
 from weft.bench.processes import ServerProcesses, cpu_used
 from weft.bench.serve import bench_serve
 from weft.core.errors import WeftError
+from weft.workload.arrivals import parse_rates
 from weft.workload.plots import check_plots, plot_compared
 from weft.workload.sweep import FEWEST_RATES, fit_saturation
 
@@ -147,7 +150,7 @@ def result_of(one: Served) -> dict[str, Any]:
 
 def rates_of(options: argparse.Namespace, served: Mapping[str, Served]) -> list[float]:
     if options.rates:
-        return sorted(float(word) for word in options.rates.split(","))
+        return parse_rates(options.rates)
     most = BEYOND * max(one.capacity for one in served.values())
     return [most * (step + 1) / options.points for step in range(options.points)]
 
@@ -207,11 +210,25 @@ def start(
     return served, failures
 
 
+def keep(
+    options: argparse.Namespace,
+    served: Mapping[str, Served],
+    failures: Mapping[str, str],
+    rates: list[float],
+) -> dict[str, dict[str, Any]]:
+    """The results so far, which are written where the options say."""
+    results = {name: result_of(one) for name, one in served.items()}
+    if options.out:
+        facts = {"threads": options.threads, "seconds": options.seconds, "rates": rates}
+        report.save(options.out, machine=machine(), **facts, results=results, failures=failures)
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--envs", type=Path, required=True, help="where peers are installed")
+    parser.add_argument("--envs", type=Path, default=Path.home() / ".cache" / "weft-peers")
     parser.add_argument("--engines", default=",".join(ENGINES))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--points", type=int, default=13, help="rates")
@@ -231,6 +248,8 @@ def main() -> None:
     setup = Setup(options.envs.absolute(), options.threads)
     try:
         check_plots(options.plots)
+        if options.rates:
+            parse_rates(options.rates)
         install.make_models(setup)
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             served, failures = start(stack, setup, names, Path(folder))
@@ -246,17 +265,15 @@ def main() -> None:
                     for name in order:
                         measure(served, name, rate, number, options)
                         print(f"{name} at {rate:.2f}: done", file=sys.stderr)
+                    keep(options, served, failures, rates)
     except (InstallError, WeftError) as error:
         raise SystemExit(str(error)) from None
-    results = {name: result_of(one) for name, one in served.items()}
+    results = keep(options, served, failures, rates)
     print(table(results))
     for name, problem in failures.items():
         print(f"{name}: {problem}")
     if options.plots:
         print(f"plot: {plot_compared(results, options.plots)}")
-    if options.out:
-        facts = {"threads": options.threads, "seconds": options.seconds, "rates": rates}
-        report.save(options.out, machine=machine(), **facts, results=results, failures=failures)
 
 
 if __name__ == "__main__":

@@ -149,12 +149,11 @@ def test_rates_of_a_sweep_go_beyond_the_best_engine(sweep):
     [
         (["--engines", "weft,nobody"], "unknown engines nobody; they are weft, vllm, llamacpp"),
         (["--points", "0"], "must be at least 1"),
-        ([], "--envs"),
+        (["--rates", "fast"], "rate"),
     ],
 )
 def test_wrong_uses_of_the_sweep(sweep, monkeypatch, capsys, tmp_path, words, message):
-    envs = ["--envs", str(tmp_path)] if words else []
-    monkeypatch.setattr(sys, "argv", ["sweep.py", *envs, *words])
+    monkeypatch.setattr(sys, "argv", ["sweep.py", "--envs", str(tmp_path), *words])
     with pytest.raises(SystemExit) as ended:
         sweep.main()
     assert message in f"{ended.value} {capsys.readouterr().err}"
