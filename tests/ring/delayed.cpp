@@ -101,6 +101,8 @@ struct Delayed {
   void write(const void* at, uint64_t bytes) { wire->write(at, bytes); }
   void flush() { wire->flush(); }
   void read(const void* at, uint64_t bytes) { wire->read(at, bytes); }
+  void lend(const void*, uint64_t) {}
+  void recall(const void*, uint64_t) {}
   void discard(const void*, uint64_t) {}
 };
 

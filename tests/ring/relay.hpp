@@ -38,12 +38,12 @@ class Relay {
       came.swap(to_client_);
     }
     signal_eventfd(wake_there_);
-    for (const std::string& part : came) apply_anywhere(side.segment(), part);
+    for (const std::string& part : came) side.memory().apply(part);
   }
 
  private:
   static void apply_anywhere(Segment& segment, const std::string& part) {
-    apply_changes(segment, part, [](Place) { return true; });
+    apply_changes(segment, part, [](Place, bool) { return true; });
   }
 
   void run() {

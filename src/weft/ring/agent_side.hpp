@@ -26,6 +26,7 @@ class AgentSide {
   explicit AgentSide(std::shared_ptr<Segment> segment)
       : shared_(std::move(segment)), segment_(*shared_), changes_(segment_) {
     told_.resize(segment_.slots());
+    left_.resize(segment_.slots(), kNoGeneration);
   }
 
   Segment& segment() { return segment_; }
@@ -35,6 +36,9 @@ class AgentSide {
     Header& header = segment_.header();
     store(header.client_pid, static_cast<uint32_t>(getpid()));
     store(header.client_epoch, (load(header.client_epoch) | 1) + 2);
+    for (uint32_t i = 0; i < segment_.slots(); ++i) {
+      left_[i] = Word::of(load(segment_.asked(i))).tag.generation;
+    }
     forget();
   }
 
@@ -78,7 +82,7 @@ class AgentSide {
     const auto* base = reinterpret_cast<const std::byte*>(&segment_.header());
     const uint64_t rung = reinterpret_cast<const std::byte*>(&bell.rung[0].value) - base;
     bool rings = false;
-    apply_changes(segment_, text, [&](Place place) {
+    apply_changes(segment_, text, [&](Place place, bool) {
       const bool bells = place.offset == rung && place.bytes == sizeof(uint32_t);
       rings |= bells;
       return bells || may_change(place);
@@ -123,10 +127,12 @@ class AgentSide {
   }
 
  private:
+  static constexpr uint32_t kNoGeneration = ~0u;
+
   // What the other side has been told of a slot.
   struct Told {
     Given given{~uint64_t{0}, ~uint64_t{0}};
-    uint32_t generation = ~0u;  // of what follows
+    uint32_t generation = kNoGeneration;  // of what follows
     bool sound = false;         // its input
     Output output;
     Records prompt;
@@ -147,9 +153,7 @@ class AgentSide {
   bool may_change(Place place) const {
     const auto* base = reinterpret_cast<const std::byte*>(&segment_.header());
     const auto within = [&](const void* from, uint64_t bytes) {
-      const uint64_t begin = static_cast<const std::byte*>(from) - base;
-      return place.offset >= begin && place.bytes <= bytes &&
-             place.offset - begin <= bytes - place.bytes;
+      return place.within(static_cast<const std::byte*>(from) - base, bytes);
     };
     if (within(&segment_.asked(0), segment_.slots() * sizeof(uint64_t))) return true;
     if (within(segment_.arena(), segment_.arena_bytes())) return true;
@@ -193,14 +197,17 @@ class AgentSide {
     told.given = seen;
   }
 
-  // Whatever a request plane has written may be wrong: it is copied, checked, and then followed.
+  // Whatever a request plane has written may be wrong: it is copied, checked, and then followed. The
+  // output of what an earlier one has left is for nobody, and only its words are told.
   void follow(uint32_t index, uint32_t generation) {
     const Word asked = Word::of(load(segment_.asked(index)));
     const Given last = told_[index].given;
     Told& told = told_[index] = Told{};
     told.given = last;
     told.generation = generation;
+    if (asked.tag.generation != left_[index]) left_[index] = kNoGeneration;  // may come again
     if (asked.tag.generation != generation || !asked.valid_state()) return;
+    if (generation == left_[index]) return;
     if (asked.state() != State::PrefillPending) return;
     Input input;
     std::memcpy(&input, &segment_.slot(index).input, sizeof input);
@@ -283,6 +290,7 @@ class AgentSide {
   Segment& segment_;
   Changes changes_;
   std::vector<Told> told_;         // by slot
+  std::vector<uint32_t> left_;     // by slot: the generation that the request plane has inherited
   std::vector<uint32_t> changed_;  // slots with news
   State32 header_;
   uint64_t info_ = 0;     // sequence of the page that was told

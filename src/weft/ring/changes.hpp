@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -20,6 +21,11 @@ namespace weft::ring {
 
 struct Place {
   uint64_t offset, bytes;
+
+  // Whether it lies in these bytes, which begin so far behind the header.
+  bool within(uint64_t begin, uint64_t length) const {
+    return offset >= begin && bytes <= length && offset - begin <= length - bytes;
+  }
 };
 inline constexpr uint64_t kDiscarded = uint64_t{1} << 63;  // of `bytes`: nothing follows
 inline constexpr uint64_t kPiece = 1 << 18;  // bytes of a change; what is longer is several
@@ -60,8 +66,8 @@ class Changes {
   std::vector<std::string> parts_;
 };
 
-// Apply changes to a segment. `may_change(place)` says whether the sender may write there.
-// Words are stored whole, and after what comes before them.
+// Apply changes to a segment. `may_change(place, discarded)` says whether the sender may write there,
+// or have the pages there given back. Words are stored whole, and after what comes before them.
 template <class MayChange>
 void apply_changes(const Segment& segment, std::string_view text, MayChange may_change) {
   auto* const base = reinterpret_cast<std::byte*>(&segment.header());
@@ -75,7 +81,7 @@ void apply_changes(const Segment& segment, std::string_view text, MayChange may_
     const bool discarded = place.bytes & kDiscarded;
     place.bytes &= ~kDiscarded;
     const uint64_t end = place.offset + place.bytes;
-    if (end < place.offset || place.bytes == 0 || !may_change(place)) {
+    if (end < place.offset || place.bytes == 0 || !may_change(place, discarded)) {
       throw SegmentError("a change of the ring where its sender may not write");
     }
     std::byte* to = base + place.offset;
@@ -116,13 +122,29 @@ void apply_changes(const Segment& segment, std::string_view text, MayChange may_
 // is brought here without being asked for (agent_side.hpp), so there is nothing to read.
 class LinkMemory {
  public:
-  explicit LinkMemory(const Segment& segment) : changes_(std::make_unique<Changes>(segment)) {}
+  explicit LinkMemory(const Segment& segment)
+      : segment_(&segment), changes_(std::make_unique<Changes>(segment)) {}
+
+  // What the engine has written. Throws SegmentError if it may not write there: all that it writes
+  // in a ring are its words, its info page, and what is lent of the arena.
+  void apply(std::string_view text) {
+    apply_changes(*segment_, text, [this](Place place, bool discarded) {
+      return !discarded && may_change(place);
+    });
+  }
 
   void write(const void* at, uint64_t bytes) {
     if (up_) changes_->put(at, bytes);
   }
   void flush() {}
   void read(const void*, uint64_t) {}
+  void lend(const void* at, uint64_t bytes) {
+    if (bytes) lent_[behind_header(at)] = bytes;
+  }
+  void recall(const void* at, uint64_t bytes) {
+    const uint64_t begin = behind_header(at);
+    lent_.erase(lent_.lower_bound(begin), lent_.lower_bound(begin + bytes));
+  }
   void discard(const void* at, uint64_t bytes) {
     if (up_) changes_->discard(at, bytes);
   }
@@ -135,7 +157,36 @@ class LinkMemory {
   std::vector<std::string> take() { return changes_->take(); }
 
  private:
+  uint64_t behind_header(const void* at) const {
+    const auto* base = reinterpret_cast<const std::byte*>(&segment_->header());
+    return static_cast<const std::byte*>(at) - base;
+  }
+
+  bool may_change(Place place) const {
+    const auto lent = lent_.upper_bound(place.offset);
+    if (lent != lent_.begin()) {
+      const auto& [begin, bytes] = *std::prev(lent);
+      if (place.within(begin, bytes)) return true;
+    }
+    const Segment& segment = *segment_;
+    if (place.within(behind_header(&segment.given(0)), segment.slots() * sizeof(Given))) return true;
+    const uint64_t slots = behind_header(&segment.slot(0));
+    if (place.within(slots, segment.slots() * sizeof(Slot))) {
+      const uint64_t at = (place.offset - slots) % sizeof(Slot);
+      return at >= offsetof(Slot, prompt_published) && at + place.bytes <= sizeof(Slot);
+    }
+    const Header& header = segment.header();
+    for (const Count& rung : header.to_client.rung) {
+      if (place.offset == behind_header(&rung) && place.bytes == sizeof rung.value) return true;
+    }
+    constexpr uint64_t begin = offsetof(Header, epoch), end = offsetof(Header, client_epoch);
+    return place.within(begin, end - begin) ||
+           place.within(behind_header(&segment.info()), sizeof(InfoPage));
+  }
+
+  const Segment* segment_;
   std::unique_ptr<Changes> changes_;
+  std::map<uint64_t, uint64_t> lent_;  // offset behind the header -> bytes
   bool up_ = true;
 };
 static_assert(Memory<LinkMemory>);

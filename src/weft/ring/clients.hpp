@@ -134,7 +134,7 @@ class RemoteClient : public Client<LinkMemory> {
   RemoteClient(int fd, uint64_t sampling, const std::vector<nb::bytes>& snapshot)
       : RemoteClient(filled(fd, sampling, snapshot)) {}
 
-  void apply(nb::bytes changes) { take_in(side().segment(), text_of(changes)); }
+  void apply(nb::bytes changes) { side().memory().apply(text_of(changes)); }
   nb::list take() { return list_of(side().memory().take()); }
   void link_down() { side().memory().set_up(false); }
   void link_up() {
@@ -149,17 +149,17 @@ class RemoteClient : public Client<LinkMemory> {
   static std::shared_ptr<Segment> filled(int fd, uint64_t sampling,
                                          const std::vector<nb::bytes>& snapshot) {
     auto segment = std::make_shared<Segment>(fd, sampling);
-    for (const nb::bytes& part : snapshot) take_in(*segment, text_of(part));
+    for (const nb::bytes& part : snapshot) fill(*segment, text_of(part));
     return segment;
   }
 
-  // The agent writes all but the sizes, with which the copy was made.
-  static void take_in(const Segment& segment, std::string_view changes) {
+  // Before there is a request the agent writes all but the sizes, with which the copy was made, and
+  // the arena.
+  static void fill(const Segment& segment, std::string_view changes) {
     const auto* base = reinterpret_cast<const std::byte*>(&segment.header());
-    const uint64_t end = segment.arena() - base + segment.arena_bytes();
-    apply_changes(segment, changes, [&](Place place) {
-      return place.offset >= offsetof(Header, epoch) && place.offset + place.bytes <= end;
-    });
+    constexpr uint64_t begin = offsetof(Header, epoch);
+    const uint64_t bytes = segment.arena() - base - begin;
+    apply_changes(segment, changes, [&](Place place, bool) { return place.within(begin, bytes); });
   }
 };
 

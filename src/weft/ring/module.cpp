@@ -250,6 +250,11 @@ void bind_layout(nb::module_& m) {
   sizes["more_offset"] = offsetof(Slot, more);
   sizes["prompt_published_offset"] = offsetof(Slot, prompt_published);
   sizes["version_offset"] = offsetof(Header, version);
+  sizes["slots_offset"] = offsetof(Header, slots);
+  sizes["epoch_offset"] = offsetof(Header, epoch);
+  sizes["client_epoch_offset"] = offsetof(Header, client_epoch);
+  sizes["to_engine_offset"] = offsetof(Header, to_engine);
+  sizes["to_client_asleep_offset"] = offsetof(Header, to_client.asleep);
   sizes["max_slots"] = kMaxSlots;
   sizes["max_records"] = kMaxRecords;
   sizes["max_top"] = kMaxTop;

@@ -70,15 +70,15 @@ class RequestSide {
   // Fill a slot; the engine sees it only after submit(). The slot's number, or why not.
   Refusal prepare(const Submission& request, uint32_t& index) {
     Live fresh;
-    Input input{};
-    const uint64_t bytes = lay_out(request, input, fresh);
+    Input& input = fresh.input;
+    const uint64_t bytes = lay_out(request, fresh);
     const uint64_t later = uint64_t{fresh.output.most - fresh.output.first} * input.output_stride;
     if (bytes + later > segment_.arena_bytes()) return Refusal::TooLarge;
     fresh.fixed = bytes - uint64_t{fresh.output.first} * input.output_stride;
-    if (uses(fresh) > segment_.memory_bytes()) return Refusal::TooLarge;
+    if (fresh.uses() > segment_.memory_bytes()) return Refusal::TooLarge;
     if (request.output.size() > request.max_records) return Refusal::TooLarge;
     if (free_.empty()) return Refusal::NoSlot;
-    if (uses(fresh) > free_memory()) return Refusal::NoRoom;
+    if (fresh.uses() > free_memory()) return Refusal::NoRoom;
     const auto extent = arena_.allocate(bytes);
     if (!extent) return Refusal::NoRoom;
     if (!begin(index, fresh)) {
@@ -94,11 +94,11 @@ class RequestSide {
     fresh.used = true;
     fresh.output.piece[0] = at(input, Section::Output);
     fresh.prompt.at = at(input, Section::PromptOutput);
-    input.given_out = give_out(request.output, fresh);
-    segment_.slot(index).input = input;
+    fresh.give_out(request.output);
+    used_ += fresh.uses();
+    live_[index] = std::move(fresh);
+    lend_output(live_[index]);
     send_payload(index);
-    used_ += uses(fresh);
-    live_[index] = fresh;
     top_ = std::max(top_, index + 1);
     return Refusal::None;
   }
@@ -178,13 +178,19 @@ class RequestSide {
   }
 
   // Write all again that the engine may not have yet: a link was lost, and what was under way on it.
-  // The engine's memory has the same bytes otherwise, or older ones.
+  // The engine's memory has the same bytes otherwise, or older ones. First it hears which slots are
+  // free: their extents may be others' by now. Of what is inherited there are only the words here.
   void resend() {
     for (uint32_t i = 0; i < top_; ++i) {
-      if (live_[i].used && !live_[i].extents.empty()) send_payload(i);
+      if (!live_[i].used) memory_.write(&segment_.asked(i), sizeof(uint64_t));
+    }
+    memory_.write(&segment_.asked(0) + top_, (segment_.slots() - top_) * sizeof(uint64_t));
+    memory_.flush();
+    for (uint32_t i = 0; i < top_; ++i) {
+      if (live_[i].used && !live_[i].inherited) send_payload(i);
     }
     memory_.flush();
-    memory_.write(&segment_.asked(0), segment_.slots() * sizeof(uint64_t));
+    memory_.write(&segment_.asked(0), top_ * sizeof(uint64_t));
     ring();
   }
 
@@ -202,12 +208,6 @@ class RequestSide {
     bool prompt = false;  // prompt records may come without a change of these words
   };
 
-  // The memory of a request: an output takes pages only as tokens come.
-  static uint64_t uses(const Live& live) {
-    const uint32_t records = std::max(live.seen, live.output.first);
-    return live.fixed + uint64_t{records} * live.output.stride;
-  }
-
   // The word of a slot; all that it announces is there before it, and so are earlier words.
   void send_word(uint32_t index) {
     memory_.flush();
@@ -215,14 +215,23 @@ class RequestSide {
   }
 
   // What this side has written of a slot and its extents: all before the output, and what of that
-  // was given out before.
+  // was given out before. By this side's own copy of the input, which nobody else can change.
   void send_payload(uint32_t index) {
-    const Slot& slot = segment_.slot(index);
-    const Extent output = slot.input.sections[static_cast<int>(Section::Output)];
-    const uint64_t begin = slot.input.extent.offset;
-    const uint64_t given_out = uint64_t{slot.input.given_out} * slot.input.output_stride;
-    memory_.write(segment_.arena() + begin, output.offset - begin + given_out);
-    memory_.write(&slot.input, offsetof(Slot, prompt_published));
+    const Live& live = live_[index];
+    Slot& slot = segment_.slot(index);
+    slot.input = live.input;
+    const uint64_t pieces = live.extents.size() - 1;
+    for (uint64_t i = 0; i < pieces; ++i) slot.more[i] = live.extents[i + 1].offset;
+    const std::byte* begin = segment_.arena() + live.input.extent.offset;
+    memory_.write(begin, live.given_out_end() - begin);
+    memory_.write(&slot.input, offsetof(Slot, more) + pieces * sizeof(uint64_t));
+  }
+
+  // The engine writes the records that are to come, and nothing else of the arena.
+  void lend_output(const Live& live) {
+    const uint64_t records = live.output.first - live.input.given_out;
+    memory_.lend(live.given_out_end(), records * live.output.stride);
+    memory_.lend(live.prompt.at, uint64_t{live.prompt.capacity} * live.prompt.stride);
   }
 
   std::byte* at(const Input& input, Section section) const {
@@ -243,12 +252,6 @@ class RequestSide {
     copy(Section::CacheSalt, request.cache_salt.data());
     copy(Section::Grammar, request.grammar.data());
     copy(Section::TokenLists, request.token_lists.data());
-  }
-
-  // The engine goes on behind these tokens, as behind those of an engine that has died.
-  static uint32_t give_out(const std::vector<uint32_t>& tokens, Live& live) {
-    for (const uint32_t token : tokens) live.output.put(live.seen++, token);
-    return live.seen;
   }
 
   // Take the first slot that is free. One that turns out not to be ours is never used again.
@@ -286,7 +289,7 @@ class RequestSide {
     weft::ring::cancel(words.asked, live.tag, Reason::Cancelled);
     send_word(index);
     live.used = reserve(index, live, Word::of(seen.asked).pieces());
-    live.orphan = true;
+    live.orphan = live.inherited = true;
     top_ = index + 1;
   }
 
@@ -317,7 +320,9 @@ class RequestSide {
       uint64_t& more = segment_.slot(index).more[output.pieces];
       more = extent->offset;
       memory_.write(&more, sizeof more);
-      output.piece[++output.pieces] = segment_.arena() + extent->offset;
+      std::byte* const piece = segment_.arena() + extent->offset;
+      memory_.lend(piece, output.bytes_of_next());
+      output.piece[++output.pieces] = piece;
       live.extents.push_back(*extent);
       weft::ring::grow(segment_.asked(index), live.tag);
       send_word(index);
@@ -370,9 +375,9 @@ class RequestSide {
       if (!ended) return broken(live, news);
     }
     if (!read_prompt(slot, live, news)) return broken(live, news);
-    const uint64_t before = uses(live);
+    const uint64_t before = live.uses();
     const bool sound = read_output(slot, seen, live, ended, news);
-    used_ += uses(live) - before;
+    used_ += live.uses() - before;
     if (!sound) return broken(live, news);
     memory_.read(&slot.cached_tokens, sizeof slot.cached_tokens);
     news.cached_tokens = load(slot.cached_tokens);
@@ -445,17 +450,12 @@ class RequestSide {
     Live& live = live_[index];
     live.used = false;
     if (outcome != Outcome::Done) return;
-    used_ -= uses(live);
-    for (uint32_t i = 0; i < live.extents.size(); ++i) give_back(live.extents[i], written(live, i));
+    used_ -= live.uses();
+    for (uint32_t i = 0; i < live.extents.size(); ++i) {
+      memory_.recall(segment_.arena() + live.extents[i].offset, live.extents[i].bytes);
+      give_back(live.extents[i], live.written(i));
+    }
     free_.push(index);
-  }
-
-  // How many bytes of an extent may lie in pages.
-  static uint64_t written(const Live& live, uint32_t piece) {
-    if (live.orphan) return live.extents[piece].bytes;
-    if (piece == 0) return live.fixed + uint64_t{live.output.first} * live.output.stride;
-    const uint32_t before = records_after(live.output.first, live.output.most, piece - 1);
-    return uint64_t{std::max(live.seen, before) - before} * live.output.stride;
   }
 
   // Free an extent of which so many bytes were written. Pages that nobody uses go back to the

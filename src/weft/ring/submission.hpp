@@ -35,21 +35,45 @@ struct News {
 
 enum class Refusal { None, NoSlot, NoRoom, TooLarge };
 
-// A slot as the request plane holds it.
+// A slot as the request plane holds it. Nobody else writes this copy of the input, by which the
+// engine is told where to write.
 struct Live {
   Tag tag;
   uint64_t before = 0;  // what the engine's word says until it takes the slot
   uint64_t request_id = 0;
+  Input input{};  // of a request of this request plane
   std::vector<Extent> extents;  // the first has all sections, each other a piece of the output
   Output output;
   Records prompt;
   uint64_t fixed = 0;  // bytes of all but the output
   uint32_t seen = 0, prompt_seen = 0;
-  bool used = false, orphan = false, broken = false;
+  // `inherited`: what an earlier request plane has left, always an orphan.
+  bool used = false, orphan = false, inherited = false, broken = false;
+
+  // The memory of a request: an output takes pages only as tokens come.
+  uint64_t uses() const { return fixed + uint64_t{std::max(seen, output.first)} * output.stride; }
+
+  // The engine goes on behind these tokens, as behind those of an engine that has died.
+  void give_out(const std::vector<uint32_t>& tokens) {
+    for (const uint32_t token : tokens) output.put(seen++, token);
+    input.given_out = seen;
+  }
+  std::byte* given_out_end() const {
+    return output.piece[0] + uint64_t{input.given_out} * output.stride;
+  }
+
+  // How many bytes of an extent may lie in pages.
+  uint64_t written(uint32_t piece) const {
+    if (orphan) return extents[piece].bytes;
+    if (piece == 0) return fixed + uint64_t{output.first} * output.stride;
+    const uint32_t before = records_after(output.first, output.most, piece - 1);
+    return uint64_t{std::max(seen, before) - before} * output.stride;
+  }
 };
 
 // Lay the sections out from offset 0; returns the bytes of all of them.
-inline uint64_t lay_out(const Submission& request, Input& input, Live& live) {
+inline uint64_t lay_out(const Submission& request, Live& live) {
+  Input& input = live.input;
   SamplingHead sampling;
   std::memcpy(&sampling, request.sampling.data(), sizeof sampling);
   input.output_stride = stride_for(sampling.set & kLogprobs, sampling.logprobs);
