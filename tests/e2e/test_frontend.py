@@ -342,6 +342,28 @@ def test_an_engine_that_is_told_to_end_lets_streams_finish(tmp_path):
         assert Stream(server, [1], 5).outcome()[1].startswith("broken")
 
 
+def test_a_signal_to_all_processes_lets_streams_finish(tmp_path):
+    """As service managers send it: to the agent, and by its supervisor once more."""
+    with engine_only(tmp_path) as engine, fronting(tmp_path, engine.address) as server:
+        streams = begin(server, 3000)
+        eventually(lambda: begun(streams), START_S)
+        agent = engine.child("weft-ring-agent")
+        engine.process.send_signal(signal.SIGTERM)
+        agent.send_signal(signal.SIGTERM)
+        assert {stream.outcome()[1] for stream in streams} == {"length"}
+        assert engine.process.wait(START_S) == 0
+
+
+def test_an_agent_that_is_told_to_end_has_a_successor_at_its_port(engine, tmp_path):
+    with fronting(tmp_path, engine.address) as server:
+        assert Stream(server, [1], 5).outcome()[1] == "length"
+        agent = engine.child("weft-ring-agent")
+        agent.send_signal(signal.SIGTERM)
+        eventually(lambda: not lives(agent), START_S)
+        eventually(lambda: answers_again(server), START_S)
+    assert engine.process.poll() is None
+
+
 def test_wrong_keys_are_refused_on_both_sides(tmp_path):
     right, folder = str(key_file(tmp_path, KEY)), tmp_path / "other"
     folder.mkdir()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 
 from weft.attend.channel import SocketTransport, accept
@@ -19,16 +20,11 @@ from weft.attend.options import PlaceOptions
 from weft.attend.session import EngineSession
 from weft.core.addresses import format_address
 from weft.core.errors import ConfigError, PlaceError, PlaceRefusedError, WeftError
+from weft.core.gate import Gate
 from weft.core.logs import log_level, notice, set_up_logs
 from weft.core.memory import available_memory
 from weft.core.process import set_process_title
-from weft.core.sealed import (
-    MOST_HANDSHAKES,
-    close_socket,
-    greet_all,
-    listen_with_key,
-    read_key,
-)
+from weft.core.sealed import close_socket, listen_with_key, read_key
 from weft.core.settings import format_bytes
 from weft.core.topology import this_machine
 from weft.kernels.cpu import attention
@@ -61,7 +57,7 @@ class Place:
         self._listener = listen_with_key(
             options.listen, self._key, callers="engines", param="listen", key_param="key_file"
         )
-        self._handshakes = threading.Semaphore(MOST_HANDSHAKES)
+        self._gate = Gate(self._listener, self._welcome)
         self._serving = threading.Lock()
         self._current: tuple[str, SocketTransport] | None = None  # the engine that is served
 
@@ -80,15 +76,15 @@ class Place:
 
     def serve(self) -> None:
         """Serve engines until ``close``."""
-        greet_all(self._listener, self._handshakes, self._welcome)
+        self._gate.serve()
 
     def close(self) -> None:
         """Listen no more, and end the session that is served."""
-        close_socket(self._listener)
+        self._gate.close()
         if (current := self._current) is not None:
             current[1].close()
 
-    def _welcome(self, link: socket.socket, peer: str) -> None:
+    def _welcome(self, link: socket.socket, peer: str, entered: Callable[[], None]) -> None:
         """Serve whoever has connected, if that is an engine and no other one is served."""
         transport = None
         try:
@@ -99,7 +95,7 @@ class Place:
                     raise PlaceError(f"The first frame is {opened.kind.name} and not OPEN.")
                 geometry = Geometry.decode(opened.body)
             finally:
-                self._handshakes.release()
+                entered()
             self._serve(transport, geometry, peer)
         except WeftError as error:
             logger.warning("Engine %s: %s", peer, error.message)

@@ -20,6 +20,7 @@ from weft.core.errors import EngineDeadError
 
 STABLE_S = 10.0
 BEAT_S = 5.0  # between two signs of life of a process at rest, and two looks at them
+SAME_SIGNAL_S = 1.0  # signals within that count as one: they may go to a process and its parent
 BEATS = 4  # at least, in the time after which one without a sign counts as dead
 FIRST_DELAY_S = 0.1
 LONGEST_DELAY_S = 5.0

@@ -20,17 +20,17 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from weft import __version__
-from weft.core.addresses import format_address, leads_to_loopback, parse_address
+from weft.core.addresses import leads_to_loopback, parse_address
 from weft.core.errors import ConfigError, WeftError
 
 HANDSHAKE_S = 10.0
-MOST_HANDSHAKES = 16  # at once; more are turned away
+HELLO_S = 2.0  # until the first words of a caller, who has nothing to wait for
 BACKLOG = 64
 NONCE_BYTES = PROOF_BYTES = 32
 MAGIC_BYTES = 12
@@ -169,35 +169,40 @@ class SealedSocket:
             raise self._broken(error) from None
 
     def receive_some(self) -> Iterator[tuple[int, memoryview]]:
-        """The frames that are there, for a socket on which nobody waits: kind and body of each."""
-        ended = False
-        while True:
-            try:
-                data = self._socket.recv(RECEIVED_BYTES)
-            except (BlockingIOError, InterruptedError):
-                break
-            except OSError as error:
-                raise self._broken(error) from None
-            ended = not data
-            self._buffer += data
-            if len(data) < RECEIVED_BYTES:
-                break
-        yield from self._whole_frames()
-        if ended:
-            raise self._rules.broken("The other side has closed the link.")
+        """The frames that are there, for a socket on which nobody waits: kind and body of each.
 
-    def _whole_frames(self) -> Iterator[tuple[int, memoryview]]:
-        at, whole = 0, memoryview(bytes(self._buffer))
-        while len(whole) - at >= HEAD.size:
-            head = bytes(whole[at : at + HEAD.size])
-            size, kind = self._read_head(head)
-            end = at + HEAD.size + size + PROOF_BYTES
-            if end > len(whole):
-                break
-            body = self._open(head, whole[at + HEAD.size : end])
+        One call takes in ``RECEIVED_BYTES`` at most, so that a fast sender keeps nobody else
+        waiting; while more is there the descriptor stays readable.
+        """
+        try:
+            data = self._socket.recv(RECEIVED_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            raise self._broken(error) from None
+        if not data:
+            raise self._rules.broken("The other side has closed the link.")
+        self._buffer += data
+        whole, at = self._buffer, 0
+        with memoryview(whole) as view:
+            if self._end_of_frame(view, 0) is None:
+                return
+        self._buffer = bytearray()
+        view = memoryview(whole)  # the bodies refer to it as long as they are used
+        while (end := self._end_of_frame(view, at)) is not None:
+            head = bytes(view[at : at + HEAD.size])
+            body = self._open(head, view[at + HEAD.size : end])
             at = end
-            yield kind, body
-        del self._buffer[:at]
+            yield head[-1], body
+        self._buffer += view[at:]
+
+    def _end_of_frame(self, view: memoryview, at: int) -> int | None:
+        """Where the frame ends that begins there; None if it has not come whole."""
+        if len(view) - at < HEAD.size:
+            return None
+        size, _ = self._read_head(bytes(view[at : at + HEAD.size]))
+        end = at + HEAD.size + size + PROOF_BYTES
+        return end if end <= len(view) else None
 
     def finish(self, seconds: float) -> None:
         """End the link when the other side has what was sent, and has ended it, or time is up."""
@@ -300,6 +305,8 @@ def _caller_side(
 def answer(rules: LinkRules, link: socket.socket, key: bytes) -> tuple[bytes, bytes]:
     """Do the answerer's part with whoever has connected, within ``HANDSHAKE_S``.
 
+    The caller's HELLO must come within ``HELLO_S``.
+
     Returns the keys of sending and of receiving.
 
     Raises:
@@ -309,7 +316,7 @@ def answer(rules: LinkRules, link: socket.socket, key: bytes) -> tuple[bytes, by
     link.settimeout(HANDSHAKE_S)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     mine = rules.hello()
-    theirs = bytes(receive_bytes(link, HELLO.size, rules.broken, end))
+    theirs = bytes(receive_bytes(link, HELLO.size, rules.broken, time.monotonic() + HELLO_S))
     if theirs.startswith(rules.magic):  # a caller of another version reads which one this is
         _send(rules, link, mine)
     rules.check_hello(theirs, rules.caller, rules.answerer)
@@ -348,27 +355,6 @@ def listen_with_key(
         raise ConfigError(
             f"Cannot listen on {address}: {error.strerror or error}.", param=param
         ) from None
-
-
-def greet_all(
-    listener: socket.socket, handshakes: threading.Semaphore, greet: Callable[[Any, str], None]
-) -> None:
-    """Have a thread greet each caller, until the listener is closed.
-
-    Args:
-        handshakes: as many as may go on at once; others are turned away. ``greet`` releases it.
-        greet: takes the socket and the caller's address.
-    """
-    while True:
-        try:
-            link, peer = listener.accept()
-        except OSError:
-            return
-        if handshakes.acquire(blocking=False):
-            words = (link, format_address(peer))
-            threading.Thread(target=greet, args=words, daemon=True).start()
-        else:
-            close_socket(link)
 
 
 def _send(rules: LinkRules, link: socket.socket, data: bytes) -> None:

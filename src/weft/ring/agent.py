@@ -26,16 +26,17 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from weft.core.errors import RingLinkError, RingRefusedError
+from weft.core.gate import Gate
 from weft.core.logs import log_level, set_up_logs
-from weft.core.process import die_with, raise_file_limit, set_process_title
-from weft.core.sealed import MOST_HANDSHAKES, SealedSocket, answer, close_socket, greet_all
+from weft.core.process import SAME_SIGNAL_S, die_with, raise_file_limit, set_process_title
+from weft.core.sealed import HANDSHAKE_S, SealedSocket, answer, close_socket
 from weft.ring import _native
 from weft.ring.codec import SAMPLING
 from weft.ring.facts import describe_facts, send_files, text_files
@@ -45,10 +46,12 @@ from weft.ring.segment import RingFds
 
 TICK_S = 0.05  # between two looks at the info page, and at what has timed out
 MOST_WAITING = 8 * 2**20  # bytes that a link may be behind; more waits in the ring
+MOST_UNREAD = 2 * MOST_WAITING  # who is behind by that is not heard, either
 SENT_BYTES = 2**18  # at once
 STILL_HERE_S = 1.0
 END_S = 0.5  # for a request plane to hear that this is the end
 SIGN_S = 1.0  # between two signs of life of an agent without request planes
+MOST_ASKING = 64  # for the facts, at once
 
 logger = logging.getLogger("weft.agent")
 
@@ -72,7 +75,7 @@ class RemotePlane:
         self.plane = self.session = self.peer = ""
         self.link: SealedSocket | None = None
         self.heard_s = self.lost_s = 0.0
-        self.writing = False
+        self.watched = select.EPOLLIN  # what the epoll waits for at the link
         self._ready = False  # what the request plane has written before is there
         self._outgoing = bytearray()
 
@@ -86,7 +89,8 @@ class RemotePlane:
         self.plane, self.session, self.peer = caller.plane, caller.session, caller.peer
         self.link, self.heard_s = caller.link, time.monotonic()
         self._outgoing.clear()
-        self.writing = self._ready = False
+        self.watched = select.EPOLLIN
+        self._ready = False
         caller.link.set_timeout(0)
         if resumed:
             self.agent.forget()
@@ -170,14 +174,16 @@ class RemotePlane:
     def flush(self) -> None:
         """Send as much as the system takes. Raises RingLinkError."""
         while self._outgoing and self.link is not None:
-            sent = self.link.send_some(memoryview(bytes(self._outgoing[:SENT_BYTES])))
+            sent = self.link.send_some(memoryview(self._outgoing[:SENT_BYTES]))
             if not sent:
                 return
             del self._outgoing[:sent]
 
     @property
-    def behind(self) -> bool:
-        return bool(self._outgoing)
+    def wanted(self) -> int:
+        """What the epoll should wait for: nothing is heard from who does not take the answers."""
+        heard = select.EPOLLIN if len(self._outgoing) < MOST_UNREAD else 0
+        return heard | (select.EPOLLOUT if self._outgoing else 0)
 
     def _put(self, kind: LinkFrame, body: bytes = b"") -> None:
         assert self.link is not None
@@ -202,7 +208,7 @@ class RingAgent:
         timeout_s: float,
         signs: int,
     ) -> None:
-        self._listener, self._key, self._timeout_s = listener, key, timeout_s
+        self._key, self._timeout_s = key, timeout_s
         self._signs = signs
         self._planes = [RemotePlane(fds) for fds in rings]
         self._facts: dict[str, Any] = {}
@@ -211,8 +217,10 @@ class RingAgent:
         self._callers: list[_Caller] = []
         self._lock = threading.Lock()
         self._changed = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._handshakes = threading.Semaphore(MOST_HANDSHAKES)
+        self._asking = threading.Semaphore(MOST_ASKING)
+        self._gate = Gate(listener, self._greet)
         self._endings = 0
+        self._ended_s = 0.0  # when it was asked to end
         self._epoll = select.epoll()
         self._epoll.register(self._changed, select.EPOLLIN)
         self._wakes = {plane.wake for plane in self._planes}
@@ -220,8 +228,14 @@ class RingAgent:
             self._epoll.register(plane.wake, select.EPOLLIN)
 
     def end(self) -> None:
-        """End when nothing is open any more; called again, at once. For signal handlers."""
-        self._endings += 1
+        """End when nothing is open any more; called again, at once. For signal handlers.
+
+        Calls that come together count as one: a service manager sends a signal to every process of
+        a group, and the supervisor passes its own on.
+        """
+        if self._endings and time.monotonic() - self._ended_s < SAME_SIGNAL_S:
+            return
+        self._endings, self._ended_s = self._endings + 1, time.monotonic()
         os.eventfd_write(self._changed, 1)
 
     def tell(self, card: str, files: Mapping[str, Path]) -> None:
@@ -232,9 +246,7 @@ class RingAgent:
     def run(self) -> None:
         """Serve until ``end``."""
         self._sign()
-        threading.Thread(
-            target=greet_all, args=(self._listener, self._handshakes, self._greet), daemon=True
-        ).start()
+        threading.Thread(target=self._gate.serve, name="weft-gate", daemon=True).start()
         looked_s, leaving = 0.0, False
         while self._endings < 2 and not (leaving and all(p.agent.idle for p in self._planes)):
             up = any(plane.held for plane in self._planes)
@@ -248,13 +260,14 @@ class RingAgent:
             for plane in self._planes:
                 self._guarded(plane, whole=whole)
             if self._endings and not leaving:
-                leaving = True
-                close_socket(self._listener)
+                leaving = True  # callers still hear that this is the end
                 self._say_all(LinkFrame.LEAVE)
+        self._gate.close()
         self._say_all(LinkFrame.END)
+        until_s = time.monotonic() + END_S
         for plane in self._planes:
             if plane.link is not None:
-                plane.link.finish(END_S)
+                plane.link.finish(until_s - time.monotonic())
             plane.release()
 
     def _sign(self) -> None:
@@ -274,31 +287,34 @@ class RingAgent:
         else:
             for plane in self._planes:
                 if plane.link is not None and plane.link.fileno() == descriptor:
-                    self._take_in(plane)
+                    with self._kept_apart(plane):
+                        plane.take_in()
 
-    def _take_in(self, plane: RemotePlane) -> None:
+    @contextlib.contextmanager
+    def _kept_apart(self, plane: RemotePlane) -> Iterator[None]:
+        """Whatever goes wrong in the block costs this link, and no other one."""
         try:
-            plane.take_in()
+            yield
         except RingLinkError as error:
             self._lose(plane, error.message)
         except ValueError as error:
             self._lose(plane, f"{error}.")
+        except Exception as error:
+            logger.exception("What request plane %s sends cannot be handled.", plane.peer)
+            self._lose(plane, f"{type(error).__name__}: {error}.")
 
     def _guarded(self, plane: RemotePlane, *, whole: bool) -> None:
         """Bring news to a request plane, and look for what has timed out."""
         now_s = time.monotonic()
-        try:
+        with self._kept_apart(plane):
             if plane.link is not None:
                 plane.flush()
                 plane.bring(whole=whole)
             if plane.link is not None and now_s - plane.heard_s > self._timeout_s:
                 raise RingLinkError("It is silent.")
-        except RingLinkError as error:
-            self._lose(plane, error.message)
-        if plane.link is not None and plane.behind != plane.writing:
-            plane.writing = plane.behind
-            wanted = select.EPOLLIN | (select.EPOLLOUT if plane.writing else 0)
-            self._epoll.modify(plane.link.fileno(), wanted)
+            if plane.link is not None and plane.wanted != plane.watched:
+                plane.watched = plane.wanted
+                self._epoll.modify(plane.link.fileno(), plane.watched)
         if plane.held and plane.link is None and now_s - plane.lost_s > self._timeout_s:
             logger.warning("Request plane %s did not come back; its requests end.", plane.peer)
             plane.release()
@@ -322,24 +338,26 @@ class RingAgent:
             chosen.release()  # of the predecessor, which cannot write any more then
         else:
             chosen.drop_link()
-        chosen.welcome(caller)
-        self._epoll.register(caller.link.fileno(), select.EPOLLIN)
-        logger.info("Request plane %s has a ring.", caller.peer)
+        with self._kept_apart(chosen):
+            chosen.welcome(caller)
+            self._epoll.register(caller.link.fileno(), select.EPOLLIN)
+            logger.info("Request plane %s has a ring.", caller.peer)
 
     def _say_all(self, kind: LinkFrame) -> None:
         for plane in self._planes:
-            with contextlib.suppress(RingLinkError):
+            with self._kept_apart(plane):
                 plane.say(kind)
 
     # -- those who connect -------------------------------------------------------------------------
 
-    def _greet(self, raw: socket.socket, peer: str) -> None:
+    def _greet(self, raw: socket.socket, peer: str, entered: Callable[[], None]) -> None:
         """The handshake with whoever has connected; a refusal says why."""
         link = None
         try:
             link = SealedSocket(raw, RULES, *answer(RULES, raw, self._key))
-            link.set_timeout(self._timeout_s)
+            link.set_timeout(min(self._timeout_s, HANDSHAKE_S))
             kind, body = link.receive_frame()
+            entered()
             if kind != LinkFrame.OPEN:
                 raise RingLinkError(f"The first frame is of kind {kind} and not OPEN.")
             wanted = unpack_json(body)
@@ -354,12 +372,20 @@ class RingAgent:
                 _refuse(link, error.message, final=True)
         except RingLinkError as error:
             logger.info("Request plane %s: %s", peer, error.message)
-        finally:
-            self._handshakes.release()
         close_socket(raw)
 
     def _serve_facts(self, link: SealedSocket) -> None:
         """Send the card once it is known, and then files, until the other side has enough."""
+        link.set_timeout(self._timeout_s)
+        if not self._asking.acquire(blocking=False):
+            _refuse(link, f"{MOST_ASKING} others ask it for its model at present.", final=False)
+            return
+        try:
+            self._send_facts(link)
+        finally:
+            self._asking.release()
+
+    def _send_facts(self, link: SealedSocket) -> None:
         link.send_frame(LinkFrame.WELCOME, pack_json({}))
         while not self._known.wait(STILL_HERE_S):
             link.send_frame(LinkFrame.WELCOME, pack_json({}))

@@ -19,7 +19,7 @@ from starlette.applications import Starlette
 
 from weft.api import ModelCard
 from weft.core.ports import EngineClient
-from weft.core.process import beat_s
+from weft.core.process import SAME_SIGNAL_S, beat_s
 from weft.ring.target_board import TargetBoard
 from weft.server.accept import Acceptor
 from weft.server.app import create_app
@@ -36,7 +36,6 @@ from weft.server.service import Service
 from weft.text import ChatTemplate, Tokenizer
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-SAME_SIGNAL_S = 1.0
 DRAIN_TICK_S = 0.1
 LOOK_S = 0.5  # between two looks at other processes, with connections
 UNREAD_S = 0.3  # for answers of aborted requests to reach their clients
