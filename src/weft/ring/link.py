@@ -30,7 +30,7 @@ from weft.core.sealed import HANDSHAKE_S, LinkRules, SealedSocket, call, read_ke
 from weft.ring import _native
 from weft.ring.codec import SAMPLING
 from weft.ring.layout import SIZES
-from weft.ring.segment import RingFds
+from weft.ring.segment import MOST_ARENA, RingFds
 
 RULES = LinkRules(
     label="weft ring",
@@ -41,6 +41,7 @@ RULES = LinkRules(
     broken=RingLinkError,
     refused=RingRefusedError,
 )
+SNAPSHOT_BYTES = 2**20  # beside what grows with the slots
 CLOCK = struct.Struct("<q")
 CLOCKS = struct.Struct("<qq")
 
@@ -142,8 +143,10 @@ class RemoteRing(_native.RemoteClient):
     def receive(cls, link: SealedSocket, welcome: dict[str, Any]) -> RemoteRing:
         """Take in a ring as it is now. Raises RingLinkError if it is none."""
         sizes: list[Any] = [welcome.get(name) for name in ("slots", "arena_bytes", "memory_bytes")]
-        if not all(type(size) is int and size > 0 for size in sizes):
-            raise RingLinkError("The engine names no sizes of its ring.")
+        mosts = (SIZES["max_slots"], MOST_ARENA, MOST_ARENA)
+        if not all(type(n) is int and 0 < n <= most for n, most in zip(sizes, mosts, strict=True)):
+            raise RingLinkError("The engine names no sizes of its ring, or none that a ring has.")
+        left = SNAPSHOT_BYTES + 2 * _native.offsets(sizes[0])["arena"]
         parts = []
         while True:
             number, body = link.receive_frame()
@@ -152,6 +155,9 @@ class RemoteRing(_native.RemoteClient):
             if number != LinkFrame.RING:
                 raise RingLinkError(f"The engine sent a frame of kind {number} amid its ring.")
             parts.append(body.tobytes())
+            left -= len(body)
+            if left < 0:
+                raise RingLinkError("The engine sent more than a ring of its sizes holds.")
         try:
             memory = _native.create(sizes[0], sizes[1], SAMPLING, sizes[2])
             try:
@@ -160,6 +166,8 @@ class RemoteRing(_native.RemoteClient):
                 os.close(memory)
         except ValueError as error:
             raise RingLinkError(f"The engine's ring is malformed: {error}.") from None
+        except (OSError, MemoryError) as error:
+            raise RingLinkError(f"There is no memory for a copy of the ring: {error}.") from None
 
 
 def unpack_clocks(form: struct.Struct, body: memoryview) -> tuple[int, ...]:

@@ -45,6 +45,7 @@ logger = logging.getLogger("weft")
 PING_S = 0.5
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 2.0  # between two attempts to connect
 REFUSED_S = 5.0  # the same after a refusal
+SENT_BYTES = 2**18  # at once
 END_S = 1.0  # for the other side to hear that the ring is given up
 
 
@@ -151,14 +152,22 @@ class RemotePort:
 
     def drain(self) -> None:
         for descriptor, events in self._epoll.poll(0):
-            if descriptor == self._changed:
-                os.eventfd_read(self._changed)
-                self._take_found()
-                self._tick()
-            elif self._link is not None and descriptor == self._link.fileno():
-                if events & ~select.EPOLLOUT:
-                    self._receive()
-                self._flush()
+            try:
+                self._on_event(descriptor, events)
+            except Exception as error:  # costs the link, and no more
+                logger.exception("What the engine at %s sends is no use.", self._access.address)
+                if self._link is not None:
+                    self._lose(f"{type(error).__name__}: {error}.")
+
+    def _on_event(self, descriptor: int, events: int) -> None:
+        if descriptor == self._changed:
+            os.eventfd_read(self._changed)
+            self._take_found()
+            self._tick()
+        elif self._link is not None and descriptor == self._link.fileno():
+            if events & ~select.EPOLLOUT:
+                self._receive()
+            self._flush()
 
     def close(self) -> None:
         with self._signals:
@@ -169,11 +178,14 @@ class RemotePort:
         self._remote.take()  # the end ends all of it
         if self._link is not None:
             self._outgoing += self._link.seal(LinkFrame.END)
-            self._link.set_timeout(END_S)
+            until_s = time.monotonic() + END_S
             with contextlib.suppress(RingLinkError):
-                while self._outgoing:
-                    del self._outgoing[: self._link.send_some(memoryview(bytes(self._outgoing)))]
-            self._link.finish(END_S)
+                while self._outgoing and (left_s := until_s - time.monotonic()) > 0:
+                    self._link.set_timeout(left_s)
+                    del self._outgoing[
+                        : self._link.send_some(memoryview(self._outgoing[:SENT_BYTES]))
+                    ]
+            self._link.finish(until_s - time.monotonic())
             self._link = None
         self._epoll.close()
 
@@ -226,7 +238,7 @@ class RemotePort:
             return
         try:
             while self._outgoing:
-                sent = self._link.send_some(memoryview(bytes(self._outgoing[: 2**18])))
+                sent = self._link.send_some(memoryview(self._outgoing[:SENT_BYTES]))
                 if not sent:
                     break
                 del self._outgoing[:sent]
@@ -254,7 +266,8 @@ class RemotePort:
     def _lose(self, why: str) -> None:
         assert self._link is not None
         logger.warning("The link to the engine at %s is lost. %s", self._access.address, why)
-        self._epoll.unregister(self._link.fileno())
+        with contextlib.suppress(OSError):  # it is not registered yet, if it failed at once
+            self._epoll.unregister(self._link.fileno())
         self._link.close()
         self._link = None
         self._outgoing.clear()
@@ -279,13 +292,17 @@ class RemotePort:
             try:
                 found = self._open()
                 break
-            except (RingLinkError, ConfigError) as error:
+            except Exception as error:  # nobody else would connect again
                 delay_s = min(2 * delay_s, LONGEST_DELAY_S)
                 if isinstance(error, RingRefusedError):
                     delay_s = REFUSED_S
-                if error.message != said:
-                    said = error.message
-                    logger.warning("The engine at %s: %s", self._access.address, said)
+                trace = None if isinstance(error, (RingLinkError, ConfigError)) else error
+                message = f"{error}." if trace else str(error)
+                if message != said:
+                    said = message
+                    logger.warning(
+                        "The engine at %s: %s", self._access.address, said, exc_info=trace
+                    )
         else:
             return
         self._found = found
@@ -321,8 +338,9 @@ class RemotePort:
         self._link = link
         self._heard_s = time.monotonic()
         self._round_trip_ns = 0  # the engine may have another clock now
-        clock_ns = welcome.get("clock_ns")
-        self.ahead_ns = int(clock_ns) - time.monotonic_ns() if type(clock_ns) is int else 0
+        clock_ns: Any = welcome.get("clock_ns")
+        known = type(clock_ns) is int and abs(clock_ns) < 2**63
+        self.ahead_ns = clock_ns - time.monotonic_ns() if known else 0
         self.failure = self.refusal = None
         self._writing = False
         self._epoll.register(link.fileno(), select.EPOLLIN)

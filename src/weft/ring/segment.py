@@ -20,7 +20,7 @@ DEFAULT_MEMORY = 64 * 2**20
 # The arena, of which only pages in use are memory, is so many times larger: outputs of requests
 # that were taken may grow beyond the memory.
 ARENA_PER_MEMORY = 64
-_MOST_ARENA = 2**44
+MOST_ARENA = 2**44
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def create_ring(
     """
     with attached():
         if arena_bytes is None:
-            arena_bytes = min(ARENA_PER_MEMORY * memory_bytes, _MOST_ARENA)
+            arena_bytes = min(ARENA_PER_MEMORY * memory_bytes, MOST_ARENA)
         memory = _native.create(slots, arena_bytes, SAMPLING, memory_bytes)
     return RingFds(memory, os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
 
