@@ -74,7 +74,6 @@ def serve_frontend(own: FrontendOptions, options: ServerOptions, start: Starter)
     facts = _wait_for_facts(access, with_files=own.tokenizer is None)
     if own.tokenizer is not None:
         facts = replace(facts, folder=own.tokenizer)
-    access = replace(access, model=facts.model)
     served = replace(ServedModel.from_json(facts.card), folder=facts.folder)
     classes = [row.name for row in served.classes]
     with listening(options, classes) as listener, shared_store(chosen) as shared:

@@ -245,9 +245,9 @@ class RingAgent:
 
     def run(self) -> None:
         """Serve until ``end``."""
-        self._sign()
         threading.Thread(target=self._gate.serve, name="weft-gate", daemon=True).start()
         looked_s, leaving = 0.0, False
+        self._sign()
         while self._endings < 2 and not (leaving and all(p.agent.idle for p in self._planes)):
             up = any(plane.held for plane in self._planes)
             events = self._epoll.poll(TICK_S if up or leaving else SIGN_S)
@@ -404,12 +404,6 @@ class RingAgent:
                 "The request plane knows other sampling parameters than the engine; install the "
                 "same version on both."
             )
-        if model := wanted.get("model"):
-            if not self._known.is_set():
-                _refuse(link, "it is still starting.", final=False)
-                return
-            if model != self._facts["model"]:
-                raise RingRefusedError("it serves another model now; start weft frontend again.")
         plane, session = wanted.get("plane"), wanted.get("session")
         if not (isinstance(plane, str) and isinstance(session, str) and plane and session):
             raise RingLinkError("It says not who it is.")

@@ -26,11 +26,6 @@ TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.jso
 TEMPLATE = "chat_template.jinja"
 MORE_TEMPLATES = "additional_chat_templates"
 MODEL, TOKENIZER = "model", "tokenizer"  # folders of the files
-# Facts of the card that a request plane relies on from request to request.
-OF_REQUESTS = (
-    *("name", "family", "parameters", "vocab_size", "hidden_size"),
-    *("dtype", "weights", "eos_token_ids", "sampling_defaults"),
-)
 MOST_FILES = 64
 MOST_BYTES = 256 * 2**20  # of all files together
 CHUNK_BYTES = 2**20
@@ -45,13 +40,11 @@ class ModelFacts:
         card: the engine's facts as JSON (``ServedModel``).
         folder: of its text files.
         tokenizer: the folder of the tokeniser where that is another one.
-        model: a digest of all that requests depend on; that of another model differs.
     """
 
     card: str
     folder: str
     tokenizer: str | None
-    model: str
 
 
 # -- the engine's side -----------------------------------------------------------------------------
@@ -83,10 +76,7 @@ def describe_facts(card: str, files: Mapping[str, Path]) -> dict[str, Any]:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             listed.append({"name": name, "bytes": file.tell(), "sha256": digest})
-    facts = json.loads(card)
-    classes = [row["name"] for row in facts.get("classes", ())]
-    same = [[facts.get(name) for name in OF_REQUESTS], classes, listed]
-    return {"card": card, "files": listed, "model": hashlib.sha256(pack_json(same)).hexdigest()}
+    return {"card": card, "files": listed}
 
 
 def send_files(link: SealedSocket, files: Mapping[str, Path]) -> None:
@@ -117,16 +107,16 @@ def fetch_facts(access: RingAccess, *, with_files: bool) -> ModelFacts:
     try:
         while "card" not in welcome:
             welcome = unpack_json(expect(link, LinkFrame.WELCOME))
-        card, model = welcome["card"], welcome.get("model")
-        if not (isinstance(card, str) and isinstance(model, str) and model):
+        card = welcome["card"]
+        if not isinstance(card, str):
             raise RingLinkError("The engine sent no facts of its model.")
         folder = _fetch(link, _checked_list(welcome.get("files"))) if with_files else None
     finally:
         link.close()
     if folder is None:
-        return ModelFacts(card, json.loads(card)["folder"], None, model)
+        return ModelFacts(card, json.loads(card)["folder"], None)
     apart = folder / TOKENIZER
-    return ModelFacts(card, str(folder / MODEL), str(apart) if apart.is_dir() else None, model)
+    return ModelFacts(card, str(folder / MODEL), str(apart) if apart.is_dir() else None)
 
 
 def _checked_list(listed: Any) -> list[dict[str, Any]]:

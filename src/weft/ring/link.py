@@ -70,14 +70,12 @@ class RingAccess:
         key_file: with the key that both sides know; None for none.
         timeout_s: silence after which a link is given up.
         plane: a name of the request plane that its successor has, too.
-        model: digest of the model that the request plane knows (``facts``); empty for any.
     """
 
     address: str
     key_file: str | None
     timeout_s: float
     plane: str
-    model: str = ""
 
     @property
     def pass_fds(self) -> tuple[int, ...]:
@@ -106,8 +104,7 @@ def open_link(access: RingAccess, wanted: dict[str, Any]) -> tuple[SealedSocket,
     link = SealedSocket(*_called(access.address, key, timeout_s))
     try:
         link.set_timeout(access.timeout_s)
-        who = {"plane": access.plane, "model": access.model}
-        link.send_frame(LinkFrame.OPEN, pack_json({**who, **wanted}))
+        link.send_frame(LinkFrame.OPEN, pack_json({"plane": access.plane, **wanted}))
         return link, unpack_json(expect(link, LinkFrame.WELCOME))
     except BaseException:
         link.close()
