@@ -76,7 +76,6 @@ class RemotePlane:
         self.link: SealedSocket | None = None
         self.heard_s = self.lost_s = 0.0
         self.watched = select.EPOLLIN  # what the epoll waits for at the link
-        self._ready = False  # what the request plane has written before is there
         self._outgoing = bytearray()
 
     @property
@@ -90,7 +89,6 @@ class RemotePlane:
         self.link, self.heard_s = caller.link, time.monotonic()
         self._outgoing.clear()
         self.watched = select.EPOLLIN
-        self._ready = False
         caller.link.set_timeout(0)
         if resumed:
             self.agent.forget()
@@ -141,8 +139,6 @@ class RemotePlane:
             self.heard_s = time.monotonic()
             if kind == LinkFrame.RING:
                 self.agent.apply(body.tobytes())
-            elif kind == LinkFrame.READY:
-                self._ready = True
             elif kind == LinkFrame.PING:
                 (clock_ns,) = unpack_clocks(CLOCK, body)
                 self._put(LinkFrame.PONG, CLOCKS.pack(clock_ns, time.monotonic_ns()))
@@ -155,14 +151,9 @@ class RemotePlane:
     def bring(self, *, whole: bool) -> None:
         """Send what the engine has published since the last call. Raises RingLinkError.
 
-        Not before it is known which slots the request plane has freed meanwhile: their output would
-        come down on what it has put into the same memory since.
-
         Args:
             whole: with its info page.
         """
-        if not self._ready:
-            return
         while self.link is not None and len(self._outgoing) < MOST_WAITING:
             for part in self.agent.collect(whole):
                 self._put(LinkFrame.RING, part)

@@ -4,7 +4,7 @@
     WELCOME  agent -> plane   sizes of the ring, or the facts of the model, as JSON
     REFUSE   agent -> plane   why the link ends, as JSON
     RING     either way       changes of the ring's memory (changes.hpp), to be applied in order
-    READY    either way       the ring, or all that the plane has written there, has come whole
+    READY    agent -> plane   the ring has come whole
     PING     plane -> agent   the plane's clock; answered by PONG with both clocks
     PONG     agent -> plane
     LEAVE    agent -> plane   the engine is about to end: no new requests

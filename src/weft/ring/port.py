@@ -134,7 +134,7 @@ class RemotePort:
         self._epoll = select.epoll()
         self._epoll.register(self._changed, select.EPOLLIN)
         self._adopt(link, welcome)
-        self._begin()
+        self.push()
         threading.Thread(target=self._beat, name="weft-ring-beat", daemon=True).start()
 
     def fileno(self) -> int:
@@ -324,14 +324,7 @@ class RemotePort:
         self._adopt(link, welcome)
         if ring is None:
             self._remote.link_up()
-        self._begin()
-
-    def _begin(self) -> None:
-        """Send all that is written already; news may come then."""
         self.push()
-        if self._link is not None:
-            self._outgoing += self._link.seal(LinkFrame.READY)
-            self._flush()
 
     def _adopt(self, link: SealedSocket, welcome: Mapping[str, Any]) -> None:
         link.set_timeout(0)
