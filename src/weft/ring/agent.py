@@ -20,6 +20,7 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import select
 import signal
 import socket
@@ -64,6 +65,7 @@ class _Caller:
     peer: str
     plane: str
     session: str
+    held: str  # the ring that it has got whole; empty for none
 
 
 class RemotePlane:
@@ -72,7 +74,8 @@ class RemotePlane:
     def __init__(self, fds: RingFds) -> None:
         self.wake = fds.wake
         self.agent = _native.Agent(fds.memory, SAMPLING)
-        self.plane = self.session = self.peer = ""
+        self.plane = self.session = self.peer = self.ring_id = ""
+        self.telling = False  # not before the request plane has said all again
         self.link: SealedSocket | None = None
         self.heard_s = self.lost_s = 0.0
         self.watched = select.EPOLLIN  # what the epoll waits for at the link
@@ -82,24 +85,28 @@ class RemotePlane:
     def held(self) -> bool:
         return bool(self.session)
 
+    def goes_on(self, caller: _Caller) -> bool:
+        """Whether the caller holds this very ring, which it has got whole."""
+        return (self.session, self.ring_id) == (caller.session, caller.held)
+
     def welcome(self, caller: _Caller) -> None:
         """Give the ring to a request plane; or a new link, if it holds the ring already."""
-        resumed = self.session == caller.session
+        resumed = self.goes_on(caller)
+        self.telling = not resumed
         self.plane, self.session, self.peer = caller.plane, caller.session, caller.peer
         self.link, self.heard_s = caller.link, time.monotonic()
         self._outgoing.clear()
         self.watched = select.EPOLLIN
         caller.link.set_timeout(0)
-        if resumed:
-            self.agent.forget()
-        else:
+        if not resumed:
             self.agent.attach()
+            self.ring_id = secrets.token_hex(16)
         slots, arena_bytes, memory_bytes = self.agent.sizes
         self._put(
             LinkFrame.WELCOME,
             pack_json(
                 {
-                    "resumed": resumed,
+                    "ring_id": self.ring_id,
                     "slots": slots,
                     "arena_bytes": arena_bytes,
                     "memory_bytes": memory_bytes,
@@ -124,7 +131,7 @@ class RemotePlane:
         self.drop_link()
         if self.held:
             self.agent.detach()
-        self.plane = self.session = ""
+        self.plane = self.session = self.ring_id = ""
 
     def say(self, kind: LinkFrame) -> None:
         """Send a frame without a body, if there is a link. Raises RingLinkError."""
@@ -142,6 +149,9 @@ class RemotePlane:
             elif kind == LinkFrame.PING:
                 (clock_ns,) = unpack_clocks(CLOCK, body)
                 self._put(LinkFrame.PONG, CLOCKS.pack(clock_ns, time.monotonic_ns()))
+            elif kind == LinkFrame.READY and not self.telling:
+                self.agent.forget()
+                self.telling = True
             elif kind == LinkFrame.END:
                 self.release()
                 return
@@ -151,10 +161,13 @@ class RemotePlane:
     def bring(self, *, whole: bool) -> None:
         """Send what the engine has published since the last call. Raises RingLinkError.
 
+        Until a request plane that goes on has said all again, its words here may be old, and what
+        they speak of may lie where it has written something else since.
+
         Args:
             whole: with its info page.
         """
-        while self.link is not None and len(self._outgoing) < MOST_WAITING:
+        while self.telling and self.link is not None and len(self._outgoing) < MOST_WAITING:
             for part in self.agent.collect(whole):
                 self._put(LinkFrame.RING, part)
             whole = False
@@ -325,10 +338,10 @@ class RingAgent:
             message = f"{why}; raise ring_planes." if chosen is None else f"{why}."
             _refuse(caller.link, message, final=False)
             return
-        if own is None:
-            chosen.release()  # of the predecessor, which cannot write any more then
-        else:
+        if chosen.goes_on(caller):
             chosen.drop_link()
+        else:
+            chosen.release()  # of the predecessor, which cannot write any more then
         with self._kept_apart(chosen):
             chosen.welcome(caller)
             self._epoll.register(caller.link.fileno(), select.EPOLLIN)
@@ -398,8 +411,10 @@ class RingAgent:
         plane, session = wanted.get("plane"), wanted.get("session")
         if not (isinstance(plane, str) and isinstance(session, str) and plane and session):
             raise RingLinkError("It says not who it is.")
+        if not isinstance(held := wanted.get("ring_id"), str):
+            raise RingLinkError("It says not which ring it has.")
         with self._lock:
-            self._callers.append(_Caller(link, peer, plane, session))
+            self._callers.append(_Caller(link, peer, plane, session, held))
         os.eventfd_write(self._changed, 1)
 
 

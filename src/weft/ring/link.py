@@ -4,7 +4,8 @@
     WELCOME  agent -> plane   sizes of the ring, or the facts of the model, as JSON
     REFUSE   agent -> plane   why the link ends, as JSON
     RING     either way       changes of the ring's memory (changes.hpp), to be applied in order
-    READY    agent -> plane   the ring has come whole
+    READY    either way       the ring has come whole; all is said again that a lost link may not
+                              have brought, and the agent may tell what is new
     PING     plane -> agent   the plane's clock; answered by PONG with both clocks
     PONG     agent -> plane
     LEAVE    agent -> plane   the engine is about to end: no new requests
@@ -12,7 +13,9 @@
     FILE     either way       the name of a file of the model; its content
 
 The agent (``weft.ring.agent``) runs where the engine is. A session is a request plane from its
-start to its end; it may have several links, one after the other.
+start to its end; it may have several links, one after the other. WELCOME names the ring, and OPEN
+the one that the plane has got whole: if they are the same the plane goes on with it and says all
+again, else the ring follows.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from weft.ring.segment import MOST_ARENA, RingFds
 
 RULES = LinkRules(
     label="weft ring",
-    number=1,
+    number=2,
     caller="request plane",
     answerer="engine",
     frame_bytes=4 * 2**20,
@@ -128,9 +131,9 @@ def expect(link: SealedSocket, kind: LinkFrame) -> memoryview:
     return body
 
 
-def wanted_ring(session: str) -> dict[str, Any]:
-    """What a request plane says that wants a ring."""
-    return {"session": session, "ring": SIZES["version"], "sampling": SAMPLING}
+def wanted_ring(session: str, held: str = "") -> dict[str, Any]:
+    """What a request plane says that wants a ring; ``held`` is the one that it has, if any."""
+    return {"session": session, "ring": SIZES["version"], "sampling": SAMPLING, "ring_id": held}
 
 
 class RemoteRing(_native.RemoteClient):
@@ -139,6 +142,9 @@ class RemoteRing(_native.RemoteClient):
     @classmethod
     def receive(cls, link: SealedSocket, welcome: dict[str, Any]) -> RemoteRing:
         """Take in a ring as it is now. Raises RingLinkError if it is none."""
+        ring_id = welcome.get("ring_id")
+        if not (isinstance(ring_id, str) and ring_id):
+            raise RingLinkError("The engine does not say which ring it gives.")
         sizes: list[Any] = [welcome.get(name) for name in ("slots", "arena_bytes", "memory_bytes")]
         mosts = (SIZES["max_slots"], MOST_ARENA, MOST_ARENA)
         if not all(type(n) is int and 0 < n <= most for n, most in zip(sizes, mosts, strict=True)):

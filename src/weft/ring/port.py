@@ -119,6 +119,7 @@ class RemotePort:
         self.ahead_ns = 0
         self._access = access
         self._session = secrets.token_hex(16)
+        self._ring_id = ""  # of the ring that has come whole
         self._link: SealedSocket | None = None
         self._outgoing = bytearray()
         self._writing = False  # whether the epoll waits for room in the socket
@@ -127,8 +128,8 @@ class RemotePort:
         self._closing = threading.Event()
         self._heard_s = self._lost_s = time.monotonic()
         link, ring, welcome = self._open()
-        assert ring is not None, "a new session has no ring yet"
-        self.ring = self._remote = ring
+        assert ring is not None, "none is held yet"
+        self._hold(ring, welcome)
         self._changed = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._signals = threading.Lock()  # of the descriptor and of ``_closing``
         self._epoll = select.epoll()
@@ -142,12 +143,14 @@ class RemotePort:
 
     # -- for the request plane ---------------------------------------------------------------------
 
-    def push(self) -> None:
+    def push(self, *, said_again: bool = False) -> None:
         parts = self._remote.take()
         if self._link is None:
             return
         for part in parts:
             self._outgoing += self._link.seal(LinkFrame.RING, part)
+        if said_again:
+            self._outgoing += self._link.seal(LinkFrame.READY)
         self._flush()
 
     def drain(self) -> None:
@@ -220,7 +223,7 @@ class RemotePort:
         elif kind == LinkFrame.LEAVE:
             self.refusal = EngineDeadError("The engine is about to end; try again later.")
         elif kind == LinkFrame.END:
-            self._session = secrets.token_hex(16)  # nothing of this one is left
+            self._session, self._ring_id = secrets.token_hex(16), ""  # nothing of it is left
             raise RingLinkError("The engine has ended.")
         else:
             raise RingLinkError(f"An engine sends no frame of kind {kind} here.")
@@ -277,10 +280,11 @@ class RemotePort:
 
     def _open(self) -> tuple[SealedSocket, RemoteRing | None, Mapping[str, Any]]:
         """Open a link: with a ring, unless the session goes on with the one it has."""
-        link, welcome = open_link(self._access, wanted_ring(self._session))
+        held = self._ring_id
+        link, welcome = open_link(self._access, wanted_ring(self._session, held))
         try:
-            ring = None if welcome.get("resumed") is True else RemoteRing.receive(link, welcome)
-            return link, ring, welcome
+            goes_on = bool(held) and welcome.get("ring_id") == held
+            return link, None if goes_on else RemoteRing.receive(link, welcome), welcome
         except BaseException:
             link.close()
             raise
@@ -320,11 +324,15 @@ class RemotePort:
             "" if ring is None else "; what was open has ended",
         )
         if ring is not None:
-            self.ring = self._remote = ring
+            self._hold(ring, welcome)
         self._adopt(link, welcome)
         if ring is None:
             self._remote.link_up()
-        self.push()
+        self.push(said_again=ring is None)
+
+    def _hold(self, ring: RemoteRing, welcome: Mapping[str, Any]) -> None:
+        self.ring = self._remote = ring
+        self._ring_id = welcome["ring_id"]
 
     def _adopt(self, link: SealedSocket, welcome: Mapping[str, Any]) -> None:
         link.set_timeout(0)
