@@ -52,7 +52,12 @@ async def _supervise(
     beat = beat_s(options.watchdog_s, options.stalled_s)
     links = EngineLinks(rings, None, beat, create_kv_file())
     engines = EngineKeeper(
-        settings, links, start, standby=options.standby, watchdog_s=options.watchdog_s
+        settings,
+        links,
+        start,
+        standby=options.standby,
+        watchdog_s=options.watchdog_s,
+        on_next=lambda served: agent.tell(served.to_json()),
     )
     card: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     given = {

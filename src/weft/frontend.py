@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from weft.core.early import Starter
-from weft.core.errors import ConfigError, RingLinkError, RingRefusedError
+from weft.core.errors import ConfigError, ModelChangedError, RingLinkError, RingRefusedError
 from weft.core.flags import add_settings, given_settings
 from weft.core.logs import log_level, set_up_logs
 from weft.core.process import give_back_freed_memory, raise_file_limit, set_process_title
@@ -58,6 +58,8 @@ def run_command(options: Mapping[str, Any]) -> int:
 def serve_frontend(own: FrontendOptions, options: ServerOptions, start: Starter) -> int:
     """Serve HTTP until SIGINT or SIGTERM; return the exit code. Waits for an engine at first.
 
+    When the engine has another model one day, all request planes start anew with its facts.
+
     Raises:
         ConfigError: a setting is wrong, or an address cannot be used.
         RingRefusedError: key or version of the engine differ.
@@ -71,30 +73,42 @@ def serve_frontend(own: FrontendOptions, options: ServerOptions, start: Starter)
     access = RingAccess(
         own.ring, options.ring_key_file, options.ring_timeout_s, secrets.token_hex(8)
     )
-    facts = _wait_for_facts(access, with_files=own.tokenizer is None)
-    if own.tokenizer is not None:
-        facts = replace(facts, folder=own.tokenizer)
-    served = replace(ServedModel.from_json(facts.card), folder=facts.folder)
-    classes = [row.name for row in served.classes]
+    facts = _wait_for_facts(access, own.tokenizer)
+    classes = [row.name for row in facts.served.classes]
     with listening(options, classes) as listener, shared_store(chosen) as shared:
+        planes = shared.frontends or 1
+        boards = Boards(create_board(planes + 1), create_quota_board(planes), None)
         given = {
             "options": asdict(shared),
-            "folder": facts.folder,
-            "tokenizer": facts.tokenizer,
             "chat_template": own.chat_template,
             "base_seed": own.base_seed,
             "log_level": own.log_level,
             "log_format": own.log_format,
         }
-        return asyncio.run(_supervise(given, shared, access, served, listener, start))
+        while True:
+            given |= {"folder": facts.folder, "tokenizer": facts.tokenizer}
+            known = replace(access, model=facts.digest)
+            try:
+                return asyncio.run(
+                    _supervise(given, shared, known, facts.served, listener, boards, start)
+                )
+            except ModelChangedError as error:
+                logger.warning("%s The request planes start anew with its facts.", error.message)
+            time.sleep(AGAIN_S)
+            facts = _wait_for_facts(access, own.tokenizer)
 
 
-def _wait_for_facts(access: RingAccess, *, with_files: bool) -> ModelFacts:
-    """Ask the engine for its facts until it answers. Raises as ``serve_frontend``."""
+def _wait_for_facts(access: RingAccess, tokenizer: str | None) -> ModelFacts:
+    """Ask the engine for its facts until it answers. Raises as ``serve_frontend``.
+
+    Args:
+        tokenizer: a folder here with the text files, which are not fetched then.
+    """
     said = ""
     while True:
         try:
-            return fetch_facts(access, with_files=with_files)
+            facts = fetch_facts(access, with_files=tokenizer is None)
+            return facts if tokenizer is None else replace(facts, folder=tokenizer)
         except RingRefusedError:
             raise
         except RingLinkError as error:
@@ -110,11 +124,11 @@ async def _supervise(
     access: RingAccess,
     served: ServedModel,
     listener: socket.socket,
+    boards: Boards,
     start: Starter,
 ) -> int:
     signals = on_signals()
     planes = options.frontends or 1
-    boards = Boards(create_board(planes + 1), create_quota_board(planes), None)
     card: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     card.set_result(json.dumps(asdict(served)))
     rings = [replace(access, plane=f"{access.plane}-{number}") for number in range(planes + 1)]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,10 +17,21 @@ import httpx
 import pytest
 
 import lossy_link
+import weft
 from depth import deep
 from flaky_proxy import flaky_proxy
 from frontends import KEY, RemoteEngine, Stream, engine_only, fronting
-from live import START_S, Server, eventually, in_shared_memory, lives, refused, run, serving
+from live import (
+    START_S,
+    Server,
+    eventually,
+    free_port,
+    in_shared_memory,
+    lives,
+    refused,
+    run,
+    serving,
+)
 from places import key_file
 
 LONG = 400  # tokens: more than the first extent of an output
@@ -329,6 +343,108 @@ def test_an_agent_that_is_told_to_end_has_a_successor_at_its_port(engine, tmp_pa
         eventually(lambda: not lives(agent), START_S)
         eventually(lambda: answers_again(server), START_S)
     assert engine.process.poll() is None
+
+
+def test_a_request_plane_waits_for_a_ring_however_long_it_takes(tmp_path):
+    with engine_only(tmp_path, *QUICK, "--ring-planes", "1") as engine, ExitStack() as waiting:
+        with fronting(tmp_path, engine.address):
+            given = [engine.address, "--watchdog-s", "1"]
+            server = waiting.enter_context(fronting(tmp_path, *given, wait=False))
+            eventually(lambda: "rings are taken" in server.errors.read_text(), START_S)
+            plane = server.children()["weft-frontend"]
+            time.sleep(3)
+        eventually(lambda: answers_again(server), START_S)
+        assert server.children()["weft-frontend"] == plane
+        assert server.errors.read_text().count("rings are taken") == 1
+
+
+def other_model(folder: Path) -> Path:
+    """The built-in model with a tokeniser that has other ids for the same text."""
+    other = folder / "other"
+    shutil.copytree(Path(weft.__file__).parent / "builtin", other)
+    swap_words(other)
+    return other
+
+
+def swap_words(model: Path) -> None:
+    content = json.loads((model / "tokenizer.json").read_text())
+    ids = content["model"]["vocab"]
+    words = [token for token in ids if token.isalpha()]
+    for one, other in zip(words[::2], words[1::2], strict=False):
+        ids[one], ids[other] = ids[other], ids[one]
+    (model / "tokenizer.json").write_text(json.dumps(content))
+
+
+def tokens_of(server: Server, text: str) -> list[int]:
+    """How the request plane tokenises; raises while it cannot be asked."""
+    answer = httpx.post(f"{server.url}/tokenize", json={"prompt": text}, timeout=START_S)
+    answer.raise_for_status()
+    return answer.json()["tokens"]
+
+
+def tokenises_like(server: Server, text: str, expected: list[int]) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return tokens_of(server, text) == expected
+    return False
+
+
+TEXT = "def fibonacci(number):"
+
+
+def test_an_engine_with_another_model_gets_request_planes_with_its_facts(tmp_path):
+    address, model = f"127.0.0.1:{free_port()}", str(other_model(tmp_path))
+    with (
+        engine_only(tmp_path, "--model", model, modelled=False) as engine,
+        fronting(tmp_path, engine.address) as server,
+    ):
+        expected = tokens_of(server, TEXT)
+    with ExitStack() as stack:
+        with engine_only(tmp_path, *QUICK, listen=address, modelled=False) as engine:
+            server = stack.enter_context(fronting(tmp_path, address, *QUICK))
+            assert tokens_of(server, TEXT) != expected
+            first = server.children()["weft-frontend"]
+            open_stream = Stream(server, [1, 2], 1000)
+            eventually(lambda: bool(open_stream.tokens), START_S)
+            engine.process.kill()
+        assert open_stream.outcome()[1] == "engine_unreachable"
+        given = ["--model", model, *QUICK]
+        with engine_only(tmp_path, *given, listen=address, modelled=False):
+            eventually(lambda: tokenises_like(server, TEXT, expected), START_S)
+            assert not lives(first)
+            said = server.errors.read_text()
+            assert "it serves another model now, or other text files of it" in said
+            assert said.count("start anew with its facts") == 1
+            name = httpx.get(f"{server.url}/v1/models", timeout=START_S).json()["data"][0]["id"]
+            assert Stream(server, [1, 2], 5, model=name).outcome()[1] == "length"
+
+
+def test_a_restarted_engine_with_other_text_files_gets_request_planes_with_its_facts(tmp_path):
+    model = other_model(tmp_path)
+    given = ["--model", str(model), *QUICK]
+    with (
+        engine_only(tmp_path, *given, modelled=False) as engine,
+        fronting(tmp_path, engine.address, *QUICK) as server,
+    ):
+        before = tokens_of(server, TEXT)
+        engine.child("weft-engine").kill()
+        eventually(lambda: "has taken over" in engine.errors.read_text(), START_S)
+        name = httpx.get(f"{server.url}/v1/models", timeout=START_S).json()["data"][0]["id"]
+        assert Stream(server, [1, 2], 5, model=name).outcome()[1] == "length"
+        assert "anew" not in server.errors.read_text()  # the same facts as before
+        swap_words(model)
+        agent = engine.child("weft-ring-agent")
+        engine.child("weft-engine").kill()
+        eventually(lambda: "anew" in server.errors.read_text(), START_S)
+        eventually(lambda: up(server), START_S)
+        assert tokens_of(server, TEXT) != before
+        assert Stream(server, [1, 2], 5, model=name).outcome()[1] == "length"
+        assert engine.child("weft-ring-agent") == agent
+
+
+def up(server: Server) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(f"{server.url}/ready", timeout=START_S).status_code == 200
+    return False
 
 
 def test_wrong_keys_are_refused_on_both_sides(tmp_path):

@@ -34,11 +34,11 @@ from test_ring_processes import (
 from live import eventually
 from places import KEY, key_file
 from weft.core import sealed
-from weft.core.errors import RingLinkError, RingRefusedError
+from weft.core.errors import ConfigError, ModelChangedError, RingLinkError, RingRefusedError
 from weft.core.sealed import SealedSocket, answer
 from weft.ring import _native, facts
 from weft.ring.client import RingClient
-from weft.ring.facts import describe_facts, fetch_facts, text_files
+from weft.ring.facts import ModelFacts, describe_facts, fetch_facts, text_files
 from weft.ring.layout import SIZES
 from weft.ring.link import (
     CLOCK,
@@ -386,7 +386,9 @@ def test_files_that_are_not_what_they_should_be(tmp_path, monkeypatch, listed, w
             raw, _ = listener.accept()
             link = SealedSocket(raw, RULES, *answer(RULES, raw, KEY.encode()))
             link.receive_frame()
-            link.send_frame(LinkFrame.WELCOME, pack_json({"card": "{}", "files": listed}))
+            link.send_frame(
+                LinkFrame.WELCOME, pack_json({"card": "{}", "digest": "d", "files": listed})
+            )
             with contextlib.suppress(RingLinkError):
                 link.receive_frame()
                 link.send_frame(LinkFrame.FILE, b"too much of it")
@@ -405,9 +407,67 @@ def test_files_that_are_not_what_they_should_be(tmp_path, monkeypatch, listed, w
 
 def test_the_description_of_files_has_their_digests(tmp_path):
     (tmp_path / "f").write_text("abc")
-    described = describe_facts("card", {"model/f": tmp_path / "f"})
+    described = describe_facts("{}", {"model/f": tmp_path / "f"})
     digest = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
-    assert described["files"] == [{"name": "model/f", "bytes": 3, "sha256": digest}]
+    assert described.told["files"] == [{"name": "model/f", "bytes": 3, "sha256": digest}]
+
+
+def test_the_digest_is_of_what_lasts(tmp_path):
+    path = tmp_path / "f"
+    path.write_text("abc")
+
+    def digest(**card: object) -> str:
+        return describe_facts(json.dumps(card), {"model/f": path}).digest
+
+    before = digest(name="a", eos_token_ids=[1], start_s=1.0, folder="x", kv_blocks={"a": 1})
+    assert digest(name="a", eos_token_ids=[1], start_s=2.0, folder="y", kv_blocks={}) == before
+    assert digest(name="a", eos_token_ids=[2]) != before
+    assert digest(name="b", eos_token_ids=[1]) != before
+    path.write_text("abd")
+    assert digest(name="a", eos_token_ids=[1]) != before
+
+
+def test_files_come_as_they_were_described(ring, tmp_path, monkeypatch):
+    """Whatever becomes of them on the disk: else nobody could be sent them any more."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with agent(tmp_path, ring) as running:
+        fetch_facts(running.access(), with_files=False)
+        (tmp_path / "model" / "tokenizer.json").write_text("changed")
+        (tmp_path / "model" / "chat_template.jinja").unlink()
+        found = fetch_facts(running.access(), with_files=True)
+    assert (Path(found.folder) / "tokenizer.json").read_text() == "{}"
+    assert (Path(found.folder) / "chat_template.jinja").read_text() == "hello"
+
+
+def test_who_works_with_another_model_is_refused_and_takes_no_ring(ring, tmp_path):
+    with agent(tmp_path, ring) as running:
+        digest = fetch_facts(running.access(), with_files=False).digest
+        with pytest.raises(ModelChangedError, match="it serves another model now"):
+            RingClient(running.access(model="another digest"))
+        RingClient(running.access("another plane", model=digest)).close()
+
+
+def test_a_template_that_cannot_be_sent_is_named(ring, tmp_path):
+    more = tmp_path / "model" / "additional_chat_templates"
+    more.mkdir(parents=True)
+    (more / "tool use.jinja").write_text("")
+    assert f"model/{more.name}/tool use.jinja" in text_files(more.parent, None, None)
+    (more / "tool#use.jinja").write_text("")
+    with agent(tmp_path, ring) as running:
+        with pytest.raises(RingRefusedError, match=r"the chat template 'tool#use.jinja' of the mo"):
+            fetch_facts(running.access(), with_files=True)
+        running.said("rename it")
+    (more / "tool#use.jinja").unlink()
+    for number in range(32):
+        (more / f"{number}.jinja").write_text("")
+    with pytest.raises(ConfigError, match="33 more chat templates"):
+        text_files(more.parent, None, None)
+
+
+@pytest.mark.parametrize("card", ["", "[]", "{}", "nonsense", '{"eos_token_ids": 5}', "[" * 10000])
+def test_a_card_that_is_none_is_refused(card):
+    with pytest.raises(RingRefusedError, match="facts of its model are malformed"):
+        _ = ModelFacts(card, "folder", None, "digest").served
 
 
 def test_a_ring_of_its_own_for_each(ring, tmp_path):

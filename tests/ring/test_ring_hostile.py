@@ -18,7 +18,7 @@ import pytest
 from test_ring_agent import agent
 from test_ring_processes import PATIENCE_S, Collector, endless, engine, threaded
 
-from live import eventually
+from live import eventually, free_port
 from places import KEY, key_file
 from weft.core import gate
 from weft.core.addresses import parse_address
@@ -27,9 +27,11 @@ from weft.core.gate import MOST_ENTERING
 from weft.core.sealed import SealedSocket, answer, close_socket
 from weft.ring import _native
 from weft.ring import agent as agent_module
-from weft.ring.agent import MOST_ASKING, RingAgent
+from weft.ring.agent import RingAgent
+from weft.ring.client import RingClient
 from weft.ring.codec import SAMPLING
 from weft.ring.facts import fetch_facts
+from weft.ring.facts_desk import MOST_ASKING
 from weft.ring.link import (
     CLOCK,
     RULES,
@@ -40,17 +42,26 @@ from weft.ring.link import (
     wanted_ring,
 )
 from weft.ring.port import RemotePort
-from weft.ring.segment import create_ring
+from weft.ring.segment import RingFds, create_ring
+from weft.server.counts import Board, create_board
+from weft.server.process import meet_ring
 
 
 @contextlib.contextmanager
-def agent_here(folder: Path, *rings) -> Iterator[tuple[RingAgent, RingAccess]]:
-    """An agent in this process, so that a test can break its parts; without facts."""
-    listener = socket.create_server(("127.0.0.1", 0))
+def agent_here(
+    folder: Path,
+    *rings: RingFds,
+    card: str | None = "{}",
+    listen: tuple[str, int] = ("127.0.0.1", 0),
+) -> Iterator[tuple[RingAgent, RingAccess]]:
+    """An agent in this process, so that a test can break its parts."""
+    listener = socket.create_server(listen)
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     signs, sign = os.pipe()
     os.set_blocking(sign, False)
     running = RingAgent(listener, rings, KEY.encode(), PATIENCE_S, sign)
+    if card is not None:
+        running.desk.tell(card, {})
     thread = threading.Thread(target=running.run, daemon=True)
     thread.start()
     try:
@@ -198,11 +209,11 @@ def test_silent_callers_keep_nobody_out(ring, tmp_path):
 
 
 def test_those_who_wait_for_facts_keep_no_plane_out(ring, tmp_path):
-    with agent_here(tmp_path, ring) as (running, access):
+    with agent_here(tmp_path, ring, card=None) as (running, access):
         asking = [open_link(access, {"facts": True})[0] for _ in range(MOST_ASKING)]
         with pytest.raises(RingLinkError, match="ask it for its model at present"):
             fetch_facts(access, with_files=False)
-        running.tell("{}", {})
+        running.desk.tell("{}", {})
         serves(access)
         for link in asking:
             link.close()
@@ -220,8 +231,7 @@ def fetched(access: RingAccess) -> bool:
 @pytest.mark.parametrize("what", ["descriptors", "threads"])
 def test_an_error_of_accept_passes(ring, tmp_path, monkeypatch, caplog, what):
     monkeypatch.setattr(gate, "RETRY_S", 0.05)
-    with agent_here(tmp_path, ring) as (running, access):
-        running.tell("{}", {})
+    with agent_here(tmp_path, ring) as (_, access):
         serves(access, "first")
         if what == "threads":
             failing = iter([RuntimeError("can't start new thread")] * 2)
@@ -377,3 +387,22 @@ def test_any_error_while_it_connects_again_passes(monkeypatch, error):
         eventually(lambda: lying.callers >= 3, PATIENCE_S)
         eventually(lambda: client._port.failure is None, PATIENCE_S)
     lying.close()
+
+
+def test_a_request_plane_that_waits_for_its_engine_gives_signs_of_life(ring, tmp_path, caplog):
+    address = f"127.0.0.1:{free_port()}"
+    access = RingAccess(address, str(key_file(tmp_path)), PATIENCE_S, "plane")
+    board = Board(create_board(1), 0)
+    met: list[RingClient] = []
+    thread = threading.Thread(target=lambda: met.append(meet_ring(access, board, 0.01)))
+    thread.start()
+    eventually(lambda: board.signed_ns() > 0, PATIENCE_S)
+    board.sign(0)
+    eventually(lambda: board.signed_ns() > 0, PATIENCE_S)
+    assert not met
+    with agent_here(tmp_path, ring, listen=parse_address(address)):
+        thread.join(PATIENCE_S)
+        (client,) = met
+        assert client.model_change is None
+        client.close()
+    assert sum("Waiting for the engine" in line for line in caplog.messages) == 1

@@ -177,6 +177,12 @@ class RingRefusedError(RingLinkError):
     code = "engine_refused"
 
 
+class ModelChangedError(RingRefusedError):
+    """The engine serves another model, or other text files, than the request plane works with."""
+
+    code = "model_changed"
+
+
 class EngineOutOfMemoryError(EngineDeadError):
     """The engine process was killed because memory ran out, or the next one finds too little."""
 

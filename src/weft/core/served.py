@@ -9,6 +9,13 @@ from typing import Any
 
 from weft.core.types import DEFAULT_CLASSES, ServiceClass
 
+# Fields that may differ from one start of an engine to the next with the same settings and files.
+VARYING = frozenset((
+    "folder", "kv_blocks", "host_kv_blocks", "kv_memory", "host_kv_memory", "weight_bytes",
+    "kept_weights", "host_costs", "host_attention", "kv_disk", "start_s", "executor", "scheduling",
+    "threads", "profile_key", "versions",
+))  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:

@@ -7,7 +7,7 @@ import logging
 import re
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from weft.core.early import Starter
@@ -56,6 +56,7 @@ class EngineKeeper:
             but the engine.
         watchdog_s: seconds without a step, or a sign that there is none to make, after which an
             engine is killed; one that starts has the time that the first one took on top.
+        on_next: gets the facts of each engine that has taken over from another one.
     """
 
     def __init__(
@@ -66,7 +67,9 @@ class EngineKeeper:
         *,
         standby: bool | None,
         watchdog_s: float,
+        on_next: Callable[[ServedModel], None] | None = None,
     ) -> None:
+        self._on_next = on_next
         self._reserve = Reserve(settings, links, start, forking=standby is not False)
         self._pages = [Page(ring.memory) for ring in links.rings]
         self._kv = links.kv
@@ -266,6 +269,8 @@ class EngineKeeper:
                 "The model's files have changed since the engine before was started. From now on "
                 "the new ones answer; texts that are continued begin with the old ones."
             )
+        if self._on_next is not None:
+            self._on_next(served)
 
     @property
     def _patience_s(self) -> float:

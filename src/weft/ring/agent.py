@@ -2,11 +2,13 @@
 
     python -m weft.ring.agent --socket FD --card FD --signs FD --parent PID --ring FDS [...]
 
-Settings come as JSON on standard input, the model's facts as one JSON line on the card descriptor
-once the engine is ready. A byte is written to the descriptor of signs at least every few seconds.
-The engine watches this process as it watches request planes: should it
-die, what they had open ends. SIGTERM lets what is open finish; after a second one nothing is waited
-for.
+Settings come as JSON on standard input, the model's facts as a JSON line on the card descriptor
+once an engine is ready. A byte is written to the descriptor of signs at least every few seconds.
+The engine watches this process as it watches request planes: should it die, what they had open
+ends. SIGTERM lets what is open finish; after a second one nothing is waited for.
+
+Further engines have cards, too. When one has another model, or its text files have changed, all
+rings are taken back: request planes have to fetch the facts anew.
 
 Each request plane holds one ring. While its link is down the ring waits for it for a while, so that
 streams go on over the next link; after that, or when the same plane comes back as another process,
@@ -33,14 +35,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.core.errors import RingLinkError, RingRefusedError
+from weft.core.errors import ConfigError, RingLinkError, RingRefusedError
 from weft.core.gate import Gate
 from weft.core.logs import log_level, set_up_logs
 from weft.core.process import SAME_SIGNAL_S, die_with, raise_file_limit, set_process_title
 from weft.core.sealed import HANDSHAKE_S, SealedSocket, answer, close_socket
 from weft.ring import _native
 from weft.ring.codec import SAMPLING
-from weft.ring.facts import describe_facts, send_files, text_files
+from weft.ring.facts import text_files
+from weft.ring.facts_desk import FactsDesk
 from weft.ring.layout import SIZES
 from weft.ring.link import CLOCK, CLOCKS, RULES, LinkFrame, pack_json, unpack_clocks, unpack_json
 from weft.ring.segment import RingFds
@@ -49,10 +52,8 @@ TICK_S = 0.05  # between two looks at the info page, and at what has timed out
 MOST_WAITING = 8 * 2**20  # bytes that a link may be behind; more waits in the ring
 MOST_UNREAD = 2 * MOST_WAITING  # who is behind by that is not heard, either
 SENT_BYTES = 2**18  # at once
-STILL_HERE_S = 1.0
 END_S = 0.5  # for a request plane to hear that this is the end
 SIGN_S = 1.0  # between two signs of life of an agent without request planes
-MOST_ASKING = 64  # for the facts, at once
 
 logger = logging.getLogger("weft.agent")
 
@@ -66,6 +67,7 @@ class _Caller:
     plane: str
     session: str
     held: str  # the ring that it has got whole; empty for none
+    model: str
 
 
 class RemotePlane:
@@ -215,13 +217,11 @@ class RingAgent:
         self._key, self._timeout_s = key, timeout_s
         self._signs = signs
         self._planes = [RemotePlane(fds) for fds in rings]
-        self._facts: dict[str, Any] = {}
-        self._files: Mapping[str, Path] = {}
-        self._known = threading.Event()  # the facts
+        self.desk = FactsDesk(self._on_move)
+        self._moved = False  # from one model to another
         self._callers: list[_Caller] = []
         self._lock = threading.Lock()
         self._changed = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._asking = threading.Semaphore(MOST_ASKING)
         self._gate = Gate(listener, self._greet)
         self._endings = 0
         self._ended_s = 0.0  # when it was asked to end
@@ -242,10 +242,9 @@ class RingAgent:
         self._endings, self._ended_s = self._endings + 1, time.monotonic()
         os.eventfd_write(self._changed, 1)
 
-    def tell(self, card: str, files: Mapping[str, Path]) -> None:
-        """Set the facts of the model. For other threads."""
-        self._facts, self._files = describe_facts(card, files), files
-        self._known.set()
+    def _on_move(self) -> None:
+        self._moved = True
+        os.eventfd_write(self._changed, 1)
 
     def run(self) -> None:
         """Serve until ``end``."""
@@ -261,6 +260,9 @@ class RingAgent:
                 self._sign()
             for descriptor, _ in events:
                 self._on_event(descriptor)
+            if self._moved:
+                self._moved = False
+                self._take_back()
             for plane in self._planes:
                 self._guarded(plane, whole=whole)
             if self._endings and not leaving:
@@ -333,6 +335,10 @@ class RingAgent:
         before = next((p for p in self._planes if p.held and p.plane == caller.plane), None)
         free = next((p for p in self._planes if not p.held), None)
         chosen = own or before or free
+        if caller.model and caller.model != self.desk.digest:
+            why = "it serves another model now, or other text files of it."
+            _refuse(caller.link, why, final=True, changed=True)
+            return
         if chosen is None or self._endings:
             why = "it is about to end" if self._endings else "all its rings are taken"
             message = f"{why}; raise ring_planes." if chosen is None else f"{why}."
@@ -346,6 +352,15 @@ class RingAgent:
             chosen.welcome(caller)
             self._epoll.register(caller.link.fileno(), select.EPOLLIN)
             logger.info("Request plane %s has a ring.", caller.peer)
+
+    def _take_back(self) -> None:
+        """Take the rings from all who work with the facts of another model."""
+        for plane in self._planes:
+            if plane.held:
+                logger.warning("Request plane %s has the facts of another model.", plane.peer)
+                with self._kept_apart(plane):
+                    plane.say(LinkFrame.END)
+                plane.release()
 
     def _say_all(self, kind: LinkFrame) -> None:
         for plane in self._planes:
@@ -366,7 +381,8 @@ class RingAgent:
                 raise RingLinkError(f"The first frame is of kind {kind} and not OPEN.")
             wanted = unpack_json(body)
             if wanted.get("facts") is True:
-                self._serve_facts(link)
+                link.set_timeout(self._timeout_s)
+                self.desk.serve(link)
             else:
                 self._queue(link, peer, wanted)
                 return
@@ -376,25 +392,9 @@ class RingAgent:
                 _refuse(link, error.message, final=True)
         except RingLinkError as error:
             logger.info("Request plane %s: %s", peer, error.message)
+            if link is not None:
+                _refuse(link, error.message, final=False)
         close_socket(raw)
-
-    def _serve_facts(self, link: SealedSocket) -> None:
-        """Send the card once it is known, and then files, until the other side has enough."""
-        link.set_timeout(self._timeout_s)
-        if not self._asking.acquire(blocking=False):
-            _refuse(link, f"{MOST_ASKING} others ask it for its model at present.", final=False)
-            return
-        try:
-            self._send_facts(link)
-        finally:
-            self._asking.release()
-
-    def _send_facts(self, link: SealedSocket) -> None:
-        link.send_frame(LinkFrame.WELCOME, pack_json({}))
-        while not self._known.wait(STILL_HERE_S):
-            link.send_frame(LinkFrame.WELCOME, pack_json({}))
-        link.send_frame(LinkFrame.WELCOME, pack_json(self._facts))
-        send_files(link, self._files)
 
     def _queue(self, link: SealedSocket, peer: str, wanted: Mapping[str, Any]) -> None:
         theirs, mine = wanted.get("ring"), SIZES["version"]
@@ -413,14 +413,17 @@ class RingAgent:
             raise RingLinkError("It says not who it is.")
         if not isinstance(held := wanted.get("ring_id"), str):
             raise RingLinkError("It says not which ring it has.")
+        self.desk.wait_until_known()
+        model = str(wanted.get("model"))
         with self._lock:
-            self._callers.append(_Caller(link, peer, plane, session, held))
+            self._callers.append(_Caller(link, peer, plane, session, held, model))
         os.eventfd_write(self._changed, 1)
 
 
-def _refuse(link: SealedSocket, message: str, *, final: bool) -> None:
+def _refuse(link: SealedSocket, message: str, *, final: bool, changed: bool = False) -> None:
+    told = {"message": message, "final": final, "changed": changed}
     with contextlib.suppress(RingLinkError):
-        link.send_frame(LinkFrame.REFUSE, pack_json({"message": message, "final": final}))
+        link.send_frame(LinkFrame.REFUSE, pack_json(told))
     link.close()
 
 
@@ -446,19 +449,23 @@ def main() -> None:
     )
     signal.signal(signal.SIGTERM, lambda *_: agent.end())
 
-    def wait_for_card() -> None:
-        with os.fdopen(arguments.card) as card:
-            line = card.readline()
-        if line:
-            chosen = [settings["tokenizer"], settings["chat_template"]]
-            paths = [None if path is None else Path(path) for path in chosen]
-            try:
-                agent.tell(line.strip(), text_files(Path(json.loads(line)["folder"]), *paths))
-            except OSError as error:
-                logger.error("The model's text files cannot be read: %s.", error)
-                os._exit(1)
+    chosen = [settings["tokenizer"], settings["chat_template"]]
+    paths = [None if path is None else Path(path) for path in chosen]
 
-    threading.Thread(target=wait_for_card, name="weft-card", daemon=True).start()
+    def read_cards() -> None:
+        with os.fdopen(arguments.card) as cards:
+            for line in cards:
+                try:
+                    files = text_files(Path(json.loads(line)["folder"]), *paths)
+                    agent.desk.tell(line.strip(), files)
+                except ConfigError as error:
+                    logger.error("%s", error.message)
+                    agent.desk.refuse(error)
+                except Exception as error:  # else those who ask would wait for ever
+                    logger.error("The model's text files cannot be read: %s.", error)
+                    os._exit(1)
+
+    threading.Thread(target=read_cards, name="weft-card", daemon=True).start()
     agent.run()
 
 

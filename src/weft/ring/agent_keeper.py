@@ -29,7 +29,7 @@ class AgentKeeper:
 
     Args:
         settings: what the process reads from standard input.
-        card: the engine's facts as JSON, once there is an engine.
+        card: the first engine's facts as JSON, once there is one; ``tell`` has those of the next.
         watchdog_s: seconds without a sign of life after which an agent is killed and replaced.
     """
 
@@ -46,6 +46,8 @@ class AgentKeeper:
         self._watchdog_s = watchdog_s
         self._signed_s = 0.0  # when something was last heard of it, on the monotonic clock
         self._process: subprocess.Popen[bytes] | None = None
+        self._newest = ""  # of the cards after the first
+        self._told = asyncio.Event()  # another one
         self._ending = asyncio.Event()
 
     @property
@@ -81,6 +83,11 @@ class AgentKeeper:
         self._ending.set()
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
+
+    def tell(self, card: str) -> None:
+        """Pass on the facts of the next engine."""
+        self._newest = card
+        self._told.set()
 
     async def _live(self) -> int:
         """One agent from its start to its end; its exit code."""
@@ -142,6 +149,13 @@ class AgentKeeper:
         return process
 
     async def _feed(self, card: int) -> None:
-        """Hand over the engine's facts as soon as they are known."""
-        with os.fdopen(card, "w") as pipe:
-            pipe.write(await asyncio.shield(self._card) + "\n")
+        """Hand over the facts of each engine as soon as they are known."""
+        try:
+            first = await asyncio.shield(self._card)
+            while True:
+                self._told.clear()
+                with contextlib.suppress(BrokenPipeError):  # its death is noticed elsewhere
+                    os.write(card, f"{self._newest or first}\n".encode())
+                await self._told.wait()
+        finally:
+            os.close(card)

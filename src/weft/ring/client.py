@@ -23,6 +23,7 @@ from dataclasses import replace
 from weft.core.errors import (
     EngineBusyError,
     EngineDeadError,
+    ModelChangedError,
     ParameterError,
     RingLinkError,
     WeftError,
@@ -45,6 +46,9 @@ class RingClient:
     Sinks are called from ``poll``: on the event loop, or on the client's own thread. They must not
     block. ``submit`` and ``cancel`` may be called on any thread.
 
+    Attributes:
+        on_model_change: called once ``model_change`` is set and what was open has ended.
+
     Raises:
         ParameterError: the memory is no ring, or one of another version.
         RingLinkError: the agent of a ring elsewhere cannot be reached, or refuses.
@@ -65,6 +69,13 @@ class RingClient:
         self._thread: threading.Thread | None = None
         self._changed = -1
         self._closed = False
+        self.on_model_change: Callable[[], None] | None = None
+
+    @property
+    def model_change(self) -> ModelChangedError | None:
+        """Why this client can serve nobody any more: its engine has another model now."""
+        failure = self._port.failure
+        return failure if isinstance(failure, ModelChangedError) else None
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -277,6 +288,8 @@ class RingClient:
         self.fail_all(port.failure or RingLinkError("The engine was lost; try again."))
         with self._lock:
             self._ring, self._failure = port.ring, port.failure
+        if self.model_change is not None and self.on_model_change is not None:
+            self.on_model_change()
 
     def run_in_thread(self) -> None:
         """Drive this client by its own thread until it is closed."""

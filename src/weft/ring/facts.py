@@ -13,23 +13,24 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from weft.core.cache_folder import cache_folder
-from weft.core.errors import RingLinkError, RingRefusedError, short
+from weft.core.errors import ConfigError, RingLinkError, RingRefusedError, short
 from weft.core.sealed import SealedSocket
+from weft.core.served import VARYING, ServedModel
 from weft.ring.link import LinkFrame, RingAccess, expect, open_link, pack_json, unpack_json
 
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 TEMPLATE = "chat_template.jinja"
 MORE_TEMPLATES = "additional_chat_templates"
 MODEL, TOKENIZER = "model", "tokenizer"  # folders of the files
-MOST_FILES = 64
+MOST_FILES, MOST_TEMPLATES = 64, 32
 MOST_BYTES = 256 * 2**20  # of all files together
 CHUNK_BYTES = 2**20
-NAME = re.compile(rf"(?:{MODEL}|{TOKENIZER})/(?:{MORE_TEMPLATES}/)?[A-Za-z0-9_][\w.-]{{0,99}}")
+NAME = re.compile(rf"(?:{MODEL}|{TOKENIZER})/(?:{MORE_TEMPLATES}/)?[A-Za-z0-9_][\w. -]{{0,99}}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +39,46 @@ class ModelFacts:
 
     Attributes:
         card: the engine's facts as JSON (``ServedModel``).
-        folder: of its text files.
+        folder: of its text files; empty if they were not fetched.
         tokenizer: the folder of the tokeniser where that is another one.
+        digest: of all of it, by which the engine tells whether it is still so.
     """
 
     card: str
     folder: str
     tokenizer: str | None
+    digest: str
+
+    @property
+    def served(self) -> ServedModel:
+        """The card, with the folder here. Raises RingRefusedError if it is malformed."""
+        try:
+            return replace(ServedModel.from_json(self.card), folder=self.folder)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise RingRefusedError(
+                f"The engine's facts of its model are malformed: {short(repr(error))}."
+            ) from None
 
 
 # -- the engine's side -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What an agent tells of a model: always the same, whatever becomes of the files meanwhile.
+
+    Attributes:
+        told: the card; name, size and digest of each file; and the digest of all of it.
+        contents: of the files, by name; empty if they are too large for the link.
+    """
+
+    told: Mapping[str, Any]
+    contents: Mapping[str, bytes]
+
+    @property
+    def digest(self) -> str:
+        """Tells a model and its text files from others."""
+        return str(self.told["digest"])
 
 
 def text_files(folder: Path, tokenizer: Path | None, template: Path | None) -> dict[str, Path]:
@@ -57,37 +88,62 @@ def text_files(folder: Path, tokenizer: Path | None, template: Path | None) -> d
         folder: of the model.
         tokenizer: folder of the tokeniser, if that is another one.
         template: a chat template that is to be used instead of the model's.
+
+    Raises:
+        ConfigError: templates cannot be sent: their names are odd, or they are too many.
     """
     found = {f"{MODEL}/{name}": folder / name for name in (*TEXT_FILES, TEMPLATE)}
-    more = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))[: MOST_FILES // 2]
-    found |= {f"{MODEL}/{MORE_TEMPLATES}/{path.name}": path for path in more}
     if tokenizer is not None:
         found |= {f"{TOKENIZER}/{name}": tokenizer / name for name in TEXT_FILES}
     if template is not None:
-        found = {name: path for name, path in found.items() if MORE_TEMPLATES not in name}
         found[f"{MODEL}/{TEMPLATE}"] = template
-    return {n: p for n, p in found.items() if p.is_file() and NAME.fullmatch(n)}
+    else:
+        found |= _more_templates(folder / MORE_TEMPLATES)
+    return {name: path for name, path in found.items() if path.is_file()}
 
 
-def describe_facts(card: str, files: Mapping[str, Path]) -> dict[str, Any]:
-    """What a request plane is told at first: the card, and name, size and digest of each file."""
-    listed = []
-    for name, path in files.items():
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            listed.append({"name": name, "bytes": file.tell(), "sha256": digest})
-    return {"card": card, "files": listed}
+def _more_templates(folder: Path) -> dict[str, Path]:
+    found = {f"{MODEL}/{MORE_TEMPLATES}/{path.name}": path for path in folder.glob("*.jinja")}
+    odd = [path.name for name, path in found.items() if not NAME.fullmatch(name)]
+    if odd:
+        raise ConfigError(
+            f"Request planes elsewhere cannot be sent the chat template '{short(odd[0])}' of the "
+            "model: rename it, with letters, digits, spaces, '_', '.' and '-', at most 100.",
+            param="model",
+        )
+    if len(found) > MOST_TEMPLATES:
+        raise ConfigError(
+            f"The model has {len(found)} more chat templates in '{folder}', and request planes "
+            f"elsewhere are sent {MOST_TEMPLATES} at most; remove some.",
+            param="model",
+        )
+    return dict(sorted(found.items()))
 
 
-def send_files(link: SealedSocket, files: Mapping[str, Path]) -> None:
+def describe_facts(card: str, files: Mapping[str, Path]) -> EngineFacts:
+    """Read the facts of a model. Raises OSError, and ValueError if the card is none."""
+    contents = {name: path.read_bytes() for name, path in files.items()}
+    listed = [
+        {"name": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        for name, data in contents.items()
+    ]
+    lasting = {name: value for name, value in json.loads(card).items() if name not in VARYING}
+    text = json.dumps([lasting, listed], sort_keys=True)
+    told = {"card": card, "files": listed, "digest": hashlib.sha256(text.encode()).hexdigest()}
+    if sum(map(len, contents.values())) > MOST_BYTES:
+        contents = {}  # the other side refuses the list
+    return EngineFacts(told, contents)
+
+
+def send_files(link: SealedSocket, contents: Mapping[str, bytes]) -> None:
     """Send whatever file the other side asks for, until it closes the link: then RingLinkError."""
     while True:
         name = bytes(expect(link, LinkFrame.FILE)).decode(errors="replace")
-        if name not in files:
+        if name not in contents:
             raise RingLinkError(f"There is no file '{short(name)}'.")
-        with files[name].open("rb") as file:
-            while chunk := file.read(CHUNK_BYTES):
-                link.send_frame(LinkFrame.FILE, chunk)
+        content = memoryview(contents[name])
+        for at in range(0, len(content), CHUNK_BYTES):
+            link.send_frame(LinkFrame.FILE, content[at : at + CHUNK_BYTES])
         link.send_frame(LinkFrame.FILE)
 
 
@@ -107,16 +163,16 @@ def fetch_facts(access: RingAccess, *, with_files: bool) -> ModelFacts:
     try:
         while "card" not in welcome:
             welcome = unpack_json(expect(link, LinkFrame.WELCOME))
-        card = welcome["card"]
-        if not isinstance(card, str):
+        card, digest = welcome["card"], welcome.get("digest")
+        if not isinstance(card, str) or not isinstance(digest, str) or not digest:
             raise RingLinkError("The engine sent no facts of its model.")
         folder = _fetch(link, _checked_list(welcome.get("files"))) if with_files else None
     finally:
         link.close()
     if folder is None:
-        return ModelFacts(card, json.loads(card)["folder"], None)
+        return ModelFacts(card, "", None, digest)
     apart = folder / TOKENIZER
-    return ModelFacts(card, str(folder / MODEL), str(apart) if apart.is_dir() else None)
+    return ModelFacts(card, str(folder / MODEL), str(apart) if apart.is_dir() else None, digest)
 
 
 def _checked_list(listed: Any) -> list[dict[str, Any]]:

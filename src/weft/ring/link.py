@@ -28,7 +28,7 @@ from enum import IntEnum
 from typing import Any
 
 from weft.core.addresses import parse_address
-from weft.core.errors import RingLinkError, RingRefusedError, short
+from weft.core.errors import ModelChangedError, RingLinkError, RingRefusedError, short
 from weft.core.sealed import HANDSHAKE_S, LinkRules, SealedSocket, call, read_key
 from weft.ring import _native
 from weft.ring.codec import SAMPLING
@@ -73,12 +73,14 @@ class RingAccess:
         key_file: with the key that both sides know; None for none.
         timeout_s: silence after which a link is given up.
         plane: a name of the request plane that its successor has, too.
+        model: digest of the facts that the request plane works with; empty if it knows none.
     """
 
     address: str
     key_file: str | None
     timeout_s: float
     plane: str
+    model: str = ""
 
     @property
     def pass_fds(self) -> tuple[int, ...]:
@@ -100,6 +102,7 @@ def open_link(access: RingAccess, wanted: dict[str, Any]) -> tuple[SealedSocket,
     Raises:
         RingLinkError: it cannot be reached, or broke the protocol.
         RingRefusedError: it refuses.
+        ModelChangedError: it has other facts than the access names.
         ConfigError: address or key file cannot be used.
     """
     key = read_key(access.key_file)
@@ -107,11 +110,16 @@ def open_link(access: RingAccess, wanted: dict[str, Any]) -> tuple[SealedSocket,
     link = SealedSocket(*_called(access.address, key, timeout_s))
     try:
         link.set_timeout(access.timeout_s)
-        link.send_frame(LinkFrame.OPEN, pack_json({"plane": access.plane, **wanted}))
+        link.send_frame(LinkFrame.OPEN, pack_json({**_introduced(access), **wanted}))
         return link, unpack_json(expect(link, LinkFrame.WELCOME))
     except BaseException:
         link.close()
         raise
+
+
+def _introduced(access: RingAccess) -> dict[str, Any]:
+    """What a request plane says of itself."""
+    return {"plane": access.plane, "model": access.model}
 
 
 def _called(address: str, key: bytes, timeout_s: float) -> tuple[Any, LinkRules, bytes, bytes]:
@@ -125,6 +133,8 @@ def expect(link: SealedSocket, kind: LinkFrame) -> memoryview:
     if number == LinkFrame.REFUSE:
         given = unpack_json(body)
         error = RingRefusedError if given.get("final") is True else RingLinkError
+        if given.get("changed") is True:
+            error = ModelChangedError
         raise error(f"The engine refuses: {short(str(given.get('message')), 500)}")
     if number != kind:
         raise RingLinkError(f"The engine sent a frame of kind {number} instead of {kind.name}.")

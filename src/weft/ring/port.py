@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from weft.core.errors import (
     ConfigError,
     EngineDeadError,
+    ModelChangedError,
     RingLinkError,
     RingRefusedError,
     WeftError,
@@ -109,6 +110,8 @@ class RemotePort:
     Raises:
         RingLinkError: the first attempt to connect has failed.
         RingRefusedError: the agent refuses.
+        ModelChangedError: the engine has other facts than the access names. Later it is ``failure``
+            from then on.
     """
 
     ring: _native.Client
@@ -125,6 +128,7 @@ class RemotePort:
         self._writing = False  # whether the epoll waits for room in the socket
         self._round_trip_ns = 0
         self._found: tuple[SealedSocket, RemoteRing | None, Mapping[str, Any]] | None = None
+        self._final: ModelChangedError | None = None  # why it connects no more
         self._closing = threading.Event()
         self._heard_s = self._lost_s = time.monotonic()
         link, ring, welcome = self._open()
@@ -296,6 +300,10 @@ class RemotePort:
             try:
                 found = self._open()
                 break
+            except ModelChangedError as error:
+                self._final = error
+                self._signal()
+                return
             except Exception as error:  # nobody else would connect again
                 delay_s = min(2 * delay_s, LONGEST_DELAY_S)
                 if isinstance(error, RingRefusedError):
@@ -315,6 +323,9 @@ class RemotePort:
 
     def _take_found(self) -> None:
         found, self._found = self._found, None
+        if self._final is not None and self.failure is not self._final:
+            logger.warning("The engine at %s: %s", self._access.address, self._final.message)
+            self.failure = self.refusal = self._final
         if found is None:
             return
         link, ring, welcome = found

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from weft.core.early import Starter
-from weft.core.errors import EngineDeadError
+from weft.core.errors import EngineDeadError, ModelChangedError
 from weft.core.memory import MemoryKills
 from weft.core.process import Backoff, Process, beat_s, describe_exit, exited, start_child
 from weft.ring.link import RingAccess
@@ -25,6 +25,7 @@ from weft.server.counts import Board
 from weft.server.quota_board import release_plane
 
 EXIT_REFUSED = 3  # of a request plane that cannot work with these settings
+EXIT_CHANGED = 5  # of a request plane whose engine has another model now
 START_S = 60.0  # more patience with one that has still to begin
 
 logger = logging.getLogger("weft")
@@ -92,6 +93,7 @@ class FrontendKeeper:
 
         Raises:
             EngineDeadError: one after the other has died, or refused to work.
+            ModelChangedError: the engine elsewhere has another model than the card says.
         """
         backoff = Backoff("request plane")
         first = True
@@ -105,6 +107,8 @@ class FrontendKeeper:
                 why += f": {self._kills.explain()}"
             if code == EXIT_REFUSED:
                 raise EngineDeadError("The request plane cannot work with these settings.")
+            if code == EXIT_CHANGED:
+                raise ModelChangedError("The engine has another model, or other text files, now.")
             delay_s = backoff.delay_s(time.monotonic() - started, why)
             logger.warning("Request plane %d ended (%s); it is restarted.", self._number, why)
             first = False

@@ -14,10 +14,12 @@ import argparse
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -25,9 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from weft.api import ModelCard
-from weft.core.errors import RingLinkError, RingRefusedError, WeftError
+from weft.core.errors import ModelChangedError, RingLinkError, RingRefusedError, WeftError
 from weft.core.logs import log_level, notice, set_up_logs
 from weft.core.process import (
+    beat_s,
     die_with,
     give_back_freed_memory,
     raise_file_limit,
@@ -39,10 +42,12 @@ from weft.core.settings import format_bytes
 from weft.core.types import ServiceClass
 from weft.ring.client import RingClient
 from weft.ring.link import RingAccess, parse_ring
+from weft.ring.port import FIRST_DELAY_S, LONGEST_DELAY_S
 from weft.ring.progress import Progress
+from weft.ring.segment import RingFds
 from weft.ring.target_board import TargetBoard
 from weft.server.counts import Board
-from weft.server.keeper import EXIT_REFUSED
+from weft.server.keeper import EXIT_CHANGED, EXIT_REFUSED
 from weft.server.main import run_server
 from weft.server.options import ServerOptions
 from weft.server.place_metrics import places_of
@@ -53,7 +58,8 @@ from weft.text.renderer import shared_renderer
 from weft.text.template import find_template, has_template
 
 SETTLED_S = 2.0  # after the start
-EXIT_UNREACHABLE = 4  # of a request plane that may find its engine later
+logger = logging.getLogger("weft")
+
 KEPT_WEIGHTS = {"mapped": "mapped from the cache", "packed": "packed"}
 
 
@@ -89,8 +95,7 @@ def main() -> None:
         _serve(arguments, settings, ServedModel.from_json(line), early)
     except WeftError as error:
         print(f"weft: {error.message}", file=sys.stderr)
-        passes = isinstance(error, RingLinkError) and not isinstance(error, RingRefusedError)
-        sys.exit(EXIT_UNREACHABLE if passes else EXIT_REFUSED)
+        sys.exit(EXIT_CHANGED if isinstance(error, ModelChangedError) else EXIT_REFUSED)
 
 
 def _load_early(settings: Mapping[str, Any]) -> tuple[Path, Tokenizer] | None:
@@ -120,7 +125,9 @@ def _serve(
     if template is None:
         shared_renderer().close()
     ring = parse_ring(arguments.ring)
-    client = RingClient(ring)
+    board = Board(arguments.board, arguments.number)
+    client = meet_ring(ring, board, beat_s(options.watchdog_s))
+    client.on_model_change = lambda: os.kill(os.getpid(), signal.SIGTERM)
 
     def on_listening(address: str) -> None:
         loop = asyncio.get_running_loop()
@@ -155,12 +162,49 @@ def _serve(
             probe=RingProbe(client, served),
             sockets=[socket.socket(fileno=arguments.socket)],
             on_listening=on_listening,
-            board=Board(arguments.board, arguments.number),
+            board=board,
             quotas=QuotaBoard(arguments.quotas, arguments.number),
             targets=None if arguments.targets is None else TargetBoard(arguments.targets),
         )
     finally:
         client.leave()
+    if client.model_change is not None:
+        raise client.model_change
+
+
+def meet_ring(ring: RingFds | RingAccess, board: Board, every_s: float) -> RingClient:
+    """Meet a ring; an engine elsewhere is waited for, however long it takes.
+
+    Args:
+        board: gets a sign of life every ``every_s`` seconds meanwhile.
+
+    Raises:
+        RingRefusedError: the engine refuses for good.
+    """
+    met = threading.Event()
+
+    def beat() -> None:
+        while not met.wait(every_s):
+            board.sign(time.monotonic_ns())
+
+    beating = threading.Thread(target=beat, name="weft-beat", daemon=True)
+    beating.start()
+    said, delay_s = "", FIRST_DELAY_S
+    try:
+        while True:
+            try:
+                return RingClient(ring)
+            except RingRefusedError:
+                raise
+            except RingLinkError as error:
+                if error.message != said:
+                    said = error.message
+                    logger.warning("Waiting for the engine. %s", said)
+            time.sleep(delay_s)
+            delay_s = min(2 * delay_s, LONGEST_DELAY_S)
+    finally:
+        met.set()
+        beating.join()
 
 
 class RingProbe:
