@@ -328,7 +328,7 @@ def test_a_signal_to_all_processes_lets_streams_finish(tmp_path):
     with engine_only(tmp_path) as engine, fronting(tmp_path, engine.address) as server:
         streams = begin(server, 3000)
         eventually(lambda: begun(streams), START_S)
-        agent = engine.child("weft-ring-agent")
+        agent = engine.children()["weft-ring-agent"]
         engine.process.send_signal(signal.SIGTERM)
         agent.send_signal(signal.SIGTERM)
         assert {stream.outcome()[1] for stream in streams} == {"length"}
@@ -338,7 +338,7 @@ def test_a_signal_to_all_processes_lets_streams_finish(tmp_path):
 def test_an_agent_that_is_told_to_end_has_a_successor_at_its_port(engine, tmp_path):
     with fronting(tmp_path, engine.address) as server:
         assert Stream(server, [1], 5).outcome()[1] == "length"
-        agent = engine.child("weft-ring-agent")
+        agent = engine.children()["weft-ring-agent"]
         agent.send_signal(signal.SIGTERM)
         eventually(lambda: not lives(agent), START_S)
         eventually(lambda: answers_again(server), START_S)
@@ -426,19 +426,19 @@ def test_a_restarted_engine_with_other_text_files_gets_request_planes_with_its_f
         fronting(tmp_path, engine.address, *QUICK) as server,
     ):
         before = tokens_of(server, TEXT)
-        engine.child("weft-engine").kill()
+        engine.children()["weft-engine"].kill()
         eventually(lambda: "has taken over" in engine.errors.read_text(), START_S)
         name = httpx.get(f"{server.url}/v1/models", timeout=START_S).json()["data"][0]["id"]
         assert Stream(server, [1, 2], 5, model=name).outcome()[1] == "length"
         assert "anew" not in server.errors.read_text()  # the same facts as before
         swap_words(model)
-        agent = engine.child("weft-ring-agent")
-        engine.child("weft-engine").kill()
+        agent = engine.children()["weft-ring-agent"]
+        engine.children()["weft-engine"].kill()
         eventually(lambda: "anew" in server.errors.read_text(), START_S)
         eventually(lambda: up(server), START_S)
         assert tokens_of(server, TEXT) != before
         assert Stream(server, [1, 2], 5, model=name).outcome()[1] == "length"
-        assert engine.child("weft-ring-agent") == agent
+        assert engine.children()["weft-ring-agent"] == agent
 
 
 def up(server: Server) -> bool:

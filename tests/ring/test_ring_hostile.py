@@ -330,7 +330,7 @@ class LyingEngine:
         link.receive_frame()
         self.callers += 1
         told = {"slots": 4, "arena_bytes": 1 << 20, "memory_bytes": 1 << 20}
-        told |= {"resumed": False, "clock_ns": 0}
+        told |= {"ring_id": f"ring {self.callers}", "clock_ns": 0}
         second = self._second if self.callers == 2 else {}
         parts = self._agent.snapshot() * (200_000 if second.pop("endless", False) else 1)
         link.send_frame(LinkFrame.WELCOME, pack_json({**told, **second}))
@@ -349,7 +349,8 @@ class LyingEngine:
         {"slots": -1},
         {"arena_bytes": 2**60, "memory_bytes": 2**60},
         {"memory_bytes": 2**44},
-        {"resumed": None, "slots": None},
+        {"ring_id": None},
+        {"slots": None},
         {"endless": True},
     ],
     ids=str,
