@@ -45,6 +45,7 @@ def key_file(folder: Path, key: str = KEY) -> Path:
     """A file with a key."""
     path = folder / "key"
     path.write_text(key + "\n")
+    path.chmod(0o600)
     return path
 
 

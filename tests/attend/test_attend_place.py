@@ -290,6 +290,17 @@ def test_a_place_that_lies_about_its_key_is_refused():
         liar.join()
 
 
+def test_a_key_file_that_everybody_can_read_is_told_once(tmp_path, caplog):
+    path = key_file(tmp_path)
+    assert read_key(str(path)) == KEY.encode()
+    assert not caplog.messages
+    path.chmod(0o604)
+    for _ in range(2):
+        assert read_key(str(path)) == KEY.encode()
+    (line,) = caplog.messages
+    assert "Everybody on this machine can read the key file" in line
+
+
 def test_key_files(tmp_path):
     assert read_key(None) == b""
     assert read_key(str(key_file(tmp_path))) == KEY.encode()

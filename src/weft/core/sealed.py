@@ -14,9 +14,13 @@ taken from another session. Nothing is encrypted.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hmac
+import logging
+import os
 import secrets
 import socket
+import stat
 import struct
 import threading
 import time
@@ -39,6 +43,8 @@ HEAD = struct.Struct("<IB")
 SHORTEST_KEY, LONGEST_KEY = 16, 4096
 RECEIVED_BYTES = 2**18  # that are taken from a socket at once, where nobody waits
 Part: TypeAlias = bytes | memoryview
+
+logger = logging.getLogger("weft")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +100,8 @@ class LinkRules:
 def read_key(path: str | None) -> bytes:
     """Return the key in a file without white space around it; no key without a file.
 
+    A file that everybody can read is used, with a warning.
+
     Raises:
         ConfigError: the file cannot be read, or is too short or too long for a key.
     """
@@ -101,6 +109,7 @@ def read_key(path: str | None) -> bytes:
         return b""
     try:
         with Path(path).open("rb") as file:
+            _check_readers(path, os.fstat(file.fileno()).st_mode)
             key = file.read(LONGEST_KEY + 1).strip()
     except OSError as error:
         raise ConfigError(f"The key file '{path}' cannot be read: {error.strerror}.") from None
@@ -110,6 +119,14 @@ def read_key(path: str | None) -> bytes:
             f"{LONGEST_KEY}, such as those of: openssl rand -hex 32."
         )
     return key
+
+
+@functools.cache  # says it once
+def _check_readers(path: str, mode: int) -> None:
+    if mode & stat.S_IROTH:
+        logger.warning(
+            "Everybody on this machine can read the key file '%s'; chmod 600 keeps it to you.", path
+        )
 
 
 class SealedSocket:
