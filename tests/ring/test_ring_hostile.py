@@ -149,7 +149,7 @@ def test_one_that_sends_fast_and_reads_nothing_starves_nobody(ring, tmp_path):
 
         thread = threading.Thread(target=flood, daemon=True)
         thread.start()
-        slowest_s, end = 0.0, time.monotonic() + 4
+        slowest_s, end = 0.0, time.monotonic() + 2
         for number in count(1):
             began = time.monotonic()
             client.submit([endless(number)], collector)

@@ -44,7 +44,7 @@ class FactsDesk:
     def wait_until_known(self) -> None:
         """Wait for a moment. Raises RingLinkError if the facts are not known then."""
         if not self._known.wait(STILL_HERE_S):
-            raise RingLinkError("Its model is still being loaded.")
+            raise RingLinkError("its model is still being loaded.")
 
     def serve(self, link: SealedSocket) -> None:
         """Send the card once it is known, and then files, until the other side has enough.
