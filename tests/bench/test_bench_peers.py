@@ -95,10 +95,13 @@ def test_wrong_uses(tmp_path, arguments, words):
 
 @pytest.fixture(scope="module")
 def sweep():
-    before = [*sys.path]
+    before, other = [*sys.path], sys.modules.pop("serving", None)  # a module of other tests
     sys.path[:0] = [str(PEERS), str(BENCHMARKS)]
     yield loaded(PEERS / "sweep.py")
     sys.path[:] = before
+    sys.modules.pop("serving")
+    if other is not None:
+        sys.modules["serving"] = other
 
 
 def test_a_sweep_measures_each_engine_while_the_others_rest(sweep, tmp_path):

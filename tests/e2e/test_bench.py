@@ -91,7 +91,7 @@ def test_loops_are_measured_beside_neighbours(tmp_path):
         return
     assert done.returncode == 0, done.stderr
     result = json.loads(file.read_text())
-    assert set(result["loops"]) == {"planned", "resident"}
+    assert set(result["loops"]) == {"planned", "resident", "one thread"}
     for found in result["loops"].values():
         assert found["alone"]["itl_ms"]["p50"] > 0
         assert found["with neighbours"]["ttft_ms"]["p99"] > 0

@@ -162,7 +162,8 @@ def steps_in_flight(config: EngineConfig, device: str) -> int:
     """
     if config.steps_in_flight is not None:
         return config.steps_in_flight
-    return int(not is_cpu(device) or bool(config.host_kv_memory) or config.tensor_parallel > 1)
+    beside = bool(config.host_kv_memory or config.attend) or config.tensor_parallel > 1
+    return int(beside or not is_cpu(device))
 
 
 def make_executor(
