@@ -40,6 +40,7 @@ SETTINGS = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 48,
     "steps_in_flight": 1,
+    "resident": "off",  # ranks lease nothing
 }
 KINDS = [
     SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
@@ -164,7 +165,7 @@ def test_ranks_meet_for_what_a_last_step_needs_of_the_host(params, tmp_path, mon
     """Rank 0 collects it with no further step to tell the other one."""
     monkeypatch.setattr("weft.kernels.process_group.TIMEOUT_S", 30)
     monkeypatch.setattr("weft.engine.rank_follower.os._exit", lambda code: ended.append(code))
-    settings = SETTINGS | {"resident": "off"}  # ranks lease nothing
+    settings = SETTINGS
     recorder, resolved = recorded(monkeypatch, make_executor, settings, [prompt(12, 1)], params)
     ours, theirs = (Channel(end) for end in socket.socketpair())
     ended: list[int] = []
