@@ -40,7 +40,7 @@ def _bench_load(
     show: Callable[[Mapping[str, Any]], str],
 ) -> int:
     """Measure a server under load, and write the result where the load's settings say."""
-    from weft.core.results import check_output, write_json
+    from weft.core.results import check_output
     from weft.workload.plots import check_plots, plot_loads
 
     if load.samples and load.output is None:
@@ -48,18 +48,26 @@ def _bench_load(
     check_output(load.output)
     check_plots(load.plots)
     result = measure()
-    print(show(result))
-    if load.output is not None:
-        write_json(load.output, result)
+    _told(show(result), result, load.output)
     if load.plots is not None:
         plot_loads(result, load.plots)
     return 0 if all(run["completed"] for run in result["runs"]) else 1
 
 
+def _told(text: str, result: dict[str, Any], output: str | None) -> int:
+    """Print a result, and write it into a file if one is named; the exit code."""
+    from weft.core.results import write_json
+
+    print(text)
+    if output is not None:
+        write_json(output, result)
+    return 0
+
+
 def _bench_throughput(options: dict[str, Any]) -> int:
     from weft.bench.report import format_throughput
     from weft.bench.throughput import bench_throughput
-    from weft.core.results import check_output, write_json
+    from weft.core.results import check_output
 
     bench_settings, engine_settings = given_settings(options, ThroughputBench, EngineConfig)
     bench = ThroughputBench(**bench_settings)
@@ -69,16 +77,13 @@ def _bench_throughput(options: dict[str, Any]) -> int:
 
     with LLM(**engine_settings) as llm:
         result = bench_throughput(llm, llm.config.model, llm.served.vocab_size, bench)
-    print(format_throughput(result))
-    if bench.output is not None:
-        write_json(bench.output, result)
-    return 0
+    return _told(format_throughput(result), result, bench.output)
 
 
 def _bench_interfere(options: dict[str, Any]) -> int:
     from weft.bench.interfere import bench_interfere, control_cpu
     from weft.bench.report import format_interfere
-    from weft.core.results import check_output, write_json
+    from weft.core.results import check_output
 
     bench_settings, engine_settings = given_settings(options, InterfereBench, EngineConfig)
     bench = InterfereBench(**bench_settings)
@@ -88,15 +93,12 @@ def _bench_interfere(options: dict[str, Any]) -> int:
 
     with control_cpu() as cpu, driven_engines(config) as (loops, stamps):
         result = bench_interfere(loops, stamps, config.model, cpu, bench)
-    print(format_interfere(result))
-    if bench.output is not None:
-        write_json(bench.output, result)
-    return 0
+    return _told(format_interfere(result), result, bench.output)
 
 
 def _bench_kernels(options: dict[str, Any]) -> int:
     from weft.bench.kernels import bench_kernels, format_kernels
-    from weft.core.results import check_output, write_json
+    from weft.core.results import check_output
 
     (settings,) = given_settings(options, KernelsBench)
     bench = KernelsBench(**settings)
@@ -110,10 +112,7 @@ def _bench_kernels(options: dict[str, Any]) -> int:
         result = bench_kernels(measure, bench, cpu_name())
     except KernelUnavailable as error:
         raise KernelError(str(error)) from error
-    print(format_kernels(result))
-    if bench.output is not None:
-        write_json(bench.output, result)
-    return 0
+    return _told(format_kernels(result), result, bench.output)
 
 
 BENCHES: Mapping[str, tuple[Mapping[str, Any], Callable[[dict[str, Any]], int], str]] = {

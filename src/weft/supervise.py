@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from weft.core.config import EngineConfig
 from weft.core.early import Starter
+from weft.core.kept_process import KeptProcess
 from weft.core.logs import log_level, set_up_logs
 from weft.core.process import (
     beat_s,
@@ -40,23 +41,6 @@ REAP_AFTER_S = 1.0  # from the death of a child; who waits for it is to come fir
 GRACE_S = 5.0  # to end what is open with an error, until the request planes are killed
 
 logger = logging.getLogger("weft")
-
-
-class KeptProcess(Protocol):
-    """What a keeper of a process offers to the supervisor."""
-
-    @property
-    def pid(self) -> int:
-        """Of the process that is there or was last; 0 if there has been none."""
-
-    async def run(self) -> None:
-        """Keep the process running until ``end``, and wait until it has ended."""
-
-    def end(self) -> None:
-        """Ask it to finish what is open and end; a second time, to end at once."""
-
-    def kill(self) -> None:
-        """End it without asking."""
 
 
 def serve(settings: Mapping[str, Any], options: ServerOptions, start: Starter = start_child) -> int:

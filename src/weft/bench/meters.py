@@ -1,4 +1,4 @@
-"""What a load costs beside time: CPU seconds of the server's processes, joules of the machine."""
+"""Costs of a load beside time: CPU seconds of the server's processes, joules of the machine."""
 
 from __future__ import annotations
 

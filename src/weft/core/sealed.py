@@ -41,7 +41,7 @@ MAGIC_BYTES = 12
 HELLO = struct.Struct(f"<{MAGIC_BYTES}sH32s{NONCE_BYTES}s")
 HEAD = struct.Struct("<IB")
 SHORTEST_KEY, LONGEST_KEY = 16, 4096
-RECEIVED_BYTES = 2**18  # that are taken from a socket at once, where nobody waits
+RECEIVED_BYTES = SENT_BYTES = 2**18  # that a socket gives or takes at once, where nobody waits
 Part: TypeAlias = bytes | memoryview
 
 logger = logging.getLogger("weft")
@@ -176,14 +176,19 @@ class SealedSocket:
         rest = memoryview(receive_bytes(self._socket, size + PROOF_BYTES, self._rules.broken))
         return kind, self._open(head, rest)
 
-    def send_some(self, data: memoryview) -> int:
-        """Send what the system takes at once of sealed frames; how many bytes that were."""
+    def send_some(self, outgoing: bytearray) -> bool:
+        """Send what the system takes at once of sealed frames, and remove it; whether it took any.
+
+        A socket with a timeout waits until the system takes some.
+        """
         try:
-            return self._socket.send(data)
+            sent = self._socket.send(outgoing[:SENT_BYTES])
         except (BlockingIOError, InterruptedError):
-            return 0
+            return False
         except OSError as error:
             raise self._broken(error) from None
+        del outgoing[:sent]
+        return True
 
     def receive_some(self) -> Iterator[tuple[int, memoryview]]:
         """The frames that are there, for a socket on which nobody waits: kind and body of each.

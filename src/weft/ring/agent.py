@@ -51,7 +51,6 @@ from weft.ring.segment import RingFds
 TICK_S = 0.05  # between two looks at the info page, and at what has timed out
 MOST_WAITING = 8 * 2**20  # bytes that a link may be behind; more waits in the ring
 MOST_UNREAD = 2 * MOST_WAITING  # who is behind by that is not heard, either
-SENT_BYTES = 2**18  # at once
 END_S = 0.5  # for a request plane to hear that this is the end
 SIGN_S = 1.0  # between two signs of life of an agent without request planes
 
@@ -179,11 +178,8 @@ class RemotePlane:
 
     def flush(self) -> None:
         """Send as much as the system takes. Raises RingLinkError."""
-        while self._outgoing and self.link is not None:
-            sent = self.link.send_some(memoryview(self._outgoing[:SENT_BYTES]))
-            if not sent:
-                return
-            del self._outgoing[:sent]
+        while self._outgoing and self.link is not None and self.link.send_some(self._outgoing):
+            pass
 
     @property
     def wanted(self) -> int:

@@ -7,7 +7,6 @@ import contextlib
 import json
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
+from weft.core.kept_process import KeptProcess
 from weft.core.process import Backoff, beat_s, describe_exit, exited, start_child
 from weft.ring.segment import RingFds
 
@@ -24,7 +24,7 @@ START_S = 60.0  # more patience with one that has still to begin
 logger = logging.getLogger("weft")
 
 
-class AgentKeeper:
+class AgentKeeper(KeptProcess):
     """One agent, and its successors on the same rings and listening socket.
 
     Args:
@@ -41,19 +41,13 @@ class AgentKeeper:
         card: asyncio.Future[str],
         watchdog_s: float,
     ) -> None:
+        super().__init__()
         self._listener, self._rings = listener, rings
         self._settings, self._card = settings, card
         self._watchdog_s = watchdog_s
         self._signed_s = 0.0  # when something was last heard of it, on the monotonic clock
-        self._process: subprocess.Popen[bytes] | None = None
         self._newest = ""  # of the cards after the first
         self._told = asyncio.Event()  # another one
-        self._ending = asyncio.Event()
-
-    @property
-    def pid(self) -> int:
-        """The pid of the present or last agent; 0 if there has been none."""
-        return 0 if self._process is None else self._process.pid
 
     async def run(self) -> None:
         """Keep an agent running until ``end``, and wait until it has ended.
@@ -69,20 +63,7 @@ class AgentKeeper:
                 return
             delay_s = backoff.delay_s(time.monotonic() - started, why)
             logger.warning("The agent of request planes ended (%s); it is restarted.", why)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ending.wait(), delay_s)
-
-    def end(self) -> None:
-        """Ask it to let what is open finish and end; a second time, to end at once."""
-        self._ending.set()
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """End it without asking."""
-        self._ending.set()
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
+            await self._ends_within(delay_s)
 
     def tell(self, card: str) -> None:
         """Pass on the facts of the next engine."""

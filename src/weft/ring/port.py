@@ -46,7 +46,6 @@ logger = logging.getLogger("weft")
 PING_S = 0.5
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 2.0  # between two attempts to connect
 REFUSED_S = 5.0  # the same after a refusal
-SENT_BYTES = 2**18  # at once
 END_S = 1.0  # for the other side to hear that the ring is given up
 
 
@@ -189,9 +188,7 @@ class RemotePort:
             with contextlib.suppress(RingLinkError):
                 while self._outgoing and (left_s := until_s - time.monotonic()) > 0:
                     self._link.set_timeout(left_s)
-                    del self._outgoing[
-                        : self._link.send_some(memoryview(self._outgoing[:SENT_BYTES]))
-                    ]
+                    self._link.send_some(self._outgoing)
             self._link.finish(until_s - time.monotonic())
             self._link = None
         self._epoll.close()
@@ -244,11 +241,8 @@ class RemotePort:
         if self._link is None:
             return
         try:
-            while self._outgoing:
-                sent = self._link.send_some(memoryview(self._outgoing[:SENT_BYTES]))
-                if not sent:
-                    break
-                del self._outgoing[:sent]
+            while self._outgoing and self._link.send_some(self._outgoing):
+                pass
         except RingLinkError as error:
             self._lose(error.message)
             return

@@ -20,6 +20,7 @@ from weft.api.card import ModelCard
 from weft.batch.bell import bell_stamp, near_bell
 from weft.batch.database import work_within
 from weft.batch.webhook_settings import WebhookSettings
+from weft.core.kept_process import KeptProcess
 from weft.core.process import Backoff, describe_exit, exited, start_child
 from weft.core.served import ServedModel
 from weft.ring.link import RingAccess
@@ -34,7 +35,7 @@ START_S = 60.0  # more patience with one that has still to begin
 logger = logging.getLogger("weft")
 
 
-class BatchKeeper:
+class BatchKeeper(KeptProcess):
     """The batch process of a server, and its successors on the same ring.
 
     Args:
@@ -53,6 +54,7 @@ class BatchKeeper:
         board: int,
         number: int,
     ) -> None:
+        super().__init__()
         self._folder = data_folder(options)
         webhooks = WebhookSettings.of(options)
         self._urls = webhooks.urls
@@ -69,15 +71,8 @@ class BatchKeeper:
         self._card = card
         self._board, self._number = board, number
         self._watchdog_s = options.watchdog_s
-        self._process: subprocess.Popen[bytes] | None = None
         self._signed_s = 0.0  # when something was last heard of it, on the monotonic clock
-        self._ending = asyncio.Event()
         self._watches = True  # the folder
-
-    @property
-    def pid(self) -> int:
-        """Of the process that is there or was last; 0 if there has been none."""
-        return 0 if self._process is None else self._process.pid
 
     async def run(self) -> None:
         """Keep a batch process running whenever there are batches, until ``end``."""
@@ -99,18 +94,6 @@ class BatchKeeper:
             delay_s = backoff.delay_s(time.monotonic() - started, why)
             logger.warning("The batch process ended (%s); it is restarted.", why)
             await self._ends_within(delay_s)
-
-    def end(self) -> None:
-        """Ask it to end; what is done is kept, what is open is computed again later."""
-        self._ending.set()
-        if self._process is not None and self._process.poll() is None:
-            self._process.terminate()
-
-    def kill(self) -> None:
-        """End it without asking."""
-        self._ending.set()
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
 
     async def _until_rung(self, stamp: int, within_s: float) -> None:
         """Wait until the bell has another stamp, ``end`` is called, or time is up."""
@@ -154,11 +137,6 @@ class BatchKeeper:
             logger.warning("The batches in '%s' cannot be read: %s.", self._folder, error)
             within_s = None
         return math.inf if within_s is None else within_s
-
-    async def _ends_within(self, seconds: float) -> bool:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._ending.wait(), seconds)
-        return self._ending.is_set()
 
     async def _live(self, card: str) -> int:
         """One batch process from its start to its end; its exit code."""

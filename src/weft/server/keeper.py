@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from weft.core.early import Starter
 from weft.core.errors import EngineDeadError, ModelChangedError
+from weft.core.kept_process import KeptProcess
 from weft.core.memory import MemoryKills
 from weft.core.process import Backoff, Process, beat_s, describe_exit, exited, start_child
 from weft.ring.link import RingAccess
@@ -45,7 +46,7 @@ class Boards(NamedTuple):
     targets: int | None
 
 
-class FrontendKeeper:
+class FrontendKeeper(KeptProcess):
     """One request plane, and its successors on the same ring and listening socket.
 
     Args:
@@ -68,6 +69,7 @@ class FrontendKeeper:
         watchdog_s: float,
         start: Starter = start_child,
     ) -> None:
+        super().__init__()
         self._number = number
         self._starter = start
         self._settings = settings
@@ -80,13 +82,6 @@ class FrontendKeeper:
         self._signs = Board(boards.counts, number)
         self._kills = MemoryKills()
         self._fed_s = math.inf  # when the current one got the card, on the monotonic clock
-        self._process: Process | None = None
-        self._ending = asyncio.Event()
-
-    @property
-    def pid(self) -> int:
-        """The pid of the present or last request plane; 0 if there has been none."""
-        return 0 if self._process is None else self._process.pid
 
     async def run(self) -> None:
         """Keep a request plane running until ``end``, and wait until it has ended.
@@ -112,22 +107,7 @@ class FrontendKeeper:
             delay_s = backoff.delay_s(time.monotonic() - started, why)
             logger.warning("Request plane %d ended (%s); it is restarted.", self._number, why)
             first = False
-            try:
-                await asyncio.wait_for(self._ending.wait(), delay_s)
-            except TimeoutError:
-                continue
-
-    def end(self) -> None:
-        """Ask it to finish what is open and end; a second time, to end at once."""
-        self._ending.set()
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """End it without asking."""
-        self._ending.set()
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
+            await self._ends_within(delay_s)
 
     async def _live(self, announce: bool) -> int:
         """One request plane from its start to its end; its exit code."""
