@@ -8,16 +8,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from weft.core.config import (
-    DEVICE_KV_SHARE,
-    EngineConfig,
-    Facts,
-    GroupFacts,
-    largest_context,
-    resolve,
-)
+from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, InvariantError, OutOfMemoryError, ParameterError, suggest
 from weft.core.plan import StepOutputs
+from weft.core.resolved import DEVICE_KV_SHARE, Facts, GroupFacts, largest_context, resolve
 from weft.core.settings import format_bytes, parse_bytes, settings_of
 from weft.core.types import FinishReason, Request, SamplingParams
 from weft.engine.loop import EngineLoop

@@ -13,10 +13,11 @@ from ranks import load, on_ranks
 from torch import Tensor
 
 from weft import LLM, SamplingParams
-from weft.core.config import EngineConfig, ResolvedConfig
+from weft.core.config import EngineConfig
 from weft.core.errors import OutOfMemoryError
 from weft.core.plan import StepPlan, StepResult, Tier
 from weft.core.ports import Executor
+from weft.core.resolved import ResolvedConfig
 from weft.engine.build import _grammar_tokenizer
 from weft.engine.channel import Channel, RankTokens
 from weft.engine.devices import make_executor

@@ -1,31 +1,22 @@
-"""Every setting of the engine, declared once, and how unset ones are resolved.
+"""Every setting of the engine, declared once.
 
-``EngineConfig`` is what a user says; ``resolve`` turns it, with the facts of model and machine,
-into a frozen ``ResolvedConfig`` in which nothing is open any more.
+``EngineConfig`` is what a user says; ``resolved`` decides what is left open there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from weft.core.class_table import class_table
 from weft.core.config_rules import check_host_attention, check_kv_disk, check_sizes
-from weft.core.errors import ConfigError, OutOfMemoryError, suggest
-from weft.core.kv_split import (
-    bytes_for,
-    bytes_of,
-    group_blocks,
-    host_blocks,
-    kv_budget,
-    longest_sequence,
-)
+from weft.core.errors import ConfigError, suggest
 from weft.core.kv_types import KV_TYPES, describe_kv_types
 from weft.core.logs import FORMATS, LEVELS
 from weft.core.schedulers import SCHEDULERS, SERVED, describe_schedulers
-from weft.core.settings import check_settings, config_errors, format_bytes, setting, settings_of
+from weft.core.settings import check_settings, config_errors, setting, settings_of
 from weft.core.types import MAX_SEED, MAX_SPECULATION, ServiceClass
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -392,108 +383,3 @@ class EngineConfig:
                     param=str(name),
                 )
         return cls(**values)
-
-
-# Of the memory beside the weights. Others use a host's memory too; of a GPU's a tenth stays free
-# for what the allocator and the driver take, as in vLLM (gpu_memory_utilization).
-HOST_KV_SHARE = 0.5
-DEVICE_KV_SHARE = 0.9
-
-
-@dataclass(frozen=True, slots=True)
-class GroupFacts:
-    """One KV group of a model, with the memory of a token."""
-
-    name: str
-    window: int | None
-    bytes_per_token: int
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """Facts of model and machine that resolve unset settings.
-
-    Attributes:
-        max_position_embeddings: tokens that the model was made for.
-        weight_bytes: memory of the weights, of the largest part where the model is cut.
-        available_bytes: memory that is free for one rank before the weights are loaded.
-        workspace_bytes: what steps need there beside weights and KV, captured ones included.
-        kv_share: of what is left beside both, how much the KV takes unless that is set.
-    """
-
-    max_position_embeddings: int
-    weight_bytes: int
-    available_bytes: int
-    groups: tuple[GroupFacts, ...]
-    workspace_bytes: int = 0
-    kv_share: float = HOST_KV_SHARE
-
-
-@dataclass(frozen=True, slots=True)
-class ResolvedConfig:
-    """The resolved settings, from which the engine is built; nothing is unset.
-
-    Attributes:
-        kv_memory: what there was for the KV.
-        kv_bytes: what it takes, in whole blocks.
-        group_blocks: KV blocks of each group, in the order of ``Facts.groups``.
-        host_blocks: those of the host; empty without a host tier.
-        limited_by_memory: whether ``max_model_len`` was lowered to what the KV memory holds.
-    """
-
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    block_size: int
-    kv_memory: int
-    kv_bytes: int
-    group_blocks: tuple[int, ...]
-    limited_by_memory: bool
-    host_blocks: tuple[int, ...] = ()
-
-
-def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
-    """Decide everything that is open.
-
-    Raises:
-        ConfigError: ``max_model_len`` is more than the model was made for.
-        OutOfMemoryError: weights or KV do not fit; the message says by how much.
-    """
-    longest = facts.max_position_embeddings
-    if config.max_model_len is not None and config.max_model_len > longest:
-        raise ConfigError(
-            f"max_model_len {config.max_model_len} is more than the {longest} positions that the "
-            f"model was made for; set it to {longest} or less.",
-            param="max_model_len",
-        )
-    wanted = config.max_model_len or longest
-    budget = kv_budget(config, facts, wanted)
-    blocks = group_blocks(config, facts, budget)
-    holds = longest_sequence(config, facts, blocks)
-    if holds < 2 or (config.max_model_len is not None and holds < wanted):
-        needed = bytes_for(config, facts, wanted, 1)
-        raise OutOfMemoryError(
-            f"One sequence of {wanted} tokens needs {format_bytes(needed)} of KV memory, but there "
-            f"are {format_bytes(budget)}, enough for {holds} tokens; lower max_model_len or raise "
-            "kv_memory."
-        )
-    return ResolvedConfig(
-        max_model_len=min(wanted, holds),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        block_size=config.block_size,
-        kv_memory=budget,
-        kv_bytes=bytes_of(config, facts, blocks),
-        group_blocks=blocks,
-        limited_by_memory=holds < wanted,
-        host_blocks=host_blocks(config, facts, blocks),
-    )
-
-
-def largest_context(config: EngineConfig, facts: Facts) -> int:
-    """Tokens of the longest sequence that memory and model allow; 0 if the weights do not fit."""
-    try:
-        open_config = replace(config, max_model_len=None)
-        return resolve(open_config, facts).max_model_len
-    except OutOfMemoryError:
-        return 0

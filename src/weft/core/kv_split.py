@@ -8,7 +8,8 @@ from weft.core.errors import ConfigError, OutOfMemoryError
 from weft.core.settings import format_bytes
 
 if TYPE_CHECKING:
-    from weft.core.config import EngineConfig, Facts, GroupFacts
+    from weft.core.config import EngineConfig
+    from weft.core.resolved import Facts, GroupFacts
 
 
 def kv_budget(config: EngineConfig, facts: Facts, wanted: int) -> int:

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from weft import __version__
-from weft.core.config import EngineConfig, ResolvedConfig
+from weft.core.config import EngineConfig
 from weft.core.grammar import grammar_tokenizer
 from weft.core.kv_types import cache_dtype
 from weft.core.ports import Executor
+from weft.core.resolved import ResolvedConfig
 from weft.core.schedulers import SCHEDULERS, scheduler_name
 from weft.core.served import ServedModel
 from weft.core.settings import format_bytes

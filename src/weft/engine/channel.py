@@ -9,8 +9,8 @@ import socket
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from weft.core.config import ResolvedConfig
 from weft.core.plan import StepPlan, StepResult
+from weft.core.resolved import ResolvedConfig
 
 T = TypeVar("T")
 LENGTH_BYTES = 8

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from weft.core.config import EngineConfig, ResolvedConfig
+from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, OutOfMemoryError
 from weft.core.memory import available_memory
 from weft.core.ports import Executor
+from weft.core.resolved import ResolvedConfig
 from weft.core.settings import format_bytes
 from weft.engine.driver import has_driver
 from weft.engine.host_tier import cpu_tier, device_attention

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from weft.attend.link import PlaceAccess
 from weft.core.addresses import leads_to_loopback, parse_address
-from weft.core.config import EngineConfig, ResolvedConfig
+from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError
+from weft.core.resolved import ResolvedConfig
 from weft.core.schedulers import SCHEDULERS
 from weft.core.sealed import read_key
 from weft.core.topology import this_machine

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from weft import __version__
-from weft.core.config import EngineConfig, largest_context, resolve
+from weft.core.config import EngineConfig
 from weft.core.errors import OutOfMemoryError, ProfileError, TokenizerError
 from weft.core.kv_split import bytes_of
+from weft.core.resolved import largest_context, resolve
 from weft.core.schedulers import SCHEDULERS
 from weft.core.settings import format_bytes
 from weft.core.topology import this_machine

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from weft.core.config import EngineConfig, ResolvedConfig
+from weft.core.config import EngineConfig
 from weft.core.kv_types import cache_dtype
 from weft.core.logs import notice
 from weft.core.placement import interleave
+from weft.core.resolved import ResolvedConfig
 from weft.engine.devices import is_cpu
 from weft.engine.kv_file import HEADER_BYTES, IDENTITY_BYTES, fits, make_fit
 from weft.engine.model import Model

@@ -6,19 +6,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weft.core.config import (
+from weft.core.config import DTYPE_BYTES, EngineConfig
+from weft.core.errors import ConfigError, KernelError, OutOfMemoryError
+from weft.core.kv_types import KV_TYPES
+from weft.core.memory import available_memory
+from weft.core.resolved import (
     DEVICE_KV_SHARE,
-    DTYPE_BYTES,
     HOST_KV_SHARE,
-    EngineConfig,
     Facts,
     GroupFacts,
     ResolvedConfig,
     resolve,
 )
-from weft.core.errors import ConfigError, KernelError, OutOfMemoryError
-from weft.core.kv_types import KV_TYPES
-from weft.core.memory import available_memory
 from weft.core.settings import format_bytes
 from weft.engine.devices import free_memory, is_cpu, pick_device
 from weft.engine.host_tier import check_attends_on_host

@@ -9,8 +9,9 @@ from hashlib import blake2b
 from pathlib import Path
 
 from weft import __version__
-from weft.core.config import EngineConfig, ResolvedConfig
+from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError
+from weft.core.resolved import ResolvedConfig
 from weft.core.settings import format_bytes
 from weft.engine.devices import is_cpu
 from weft.engine.model import Model

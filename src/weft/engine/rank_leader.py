@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from weft.core import errors
-from weft.core.config import EngineConfig, ResolvedConfig
+from weft.core.config import EngineConfig
 from weft.core.errors import EngineDeadError, KernelError, WeftError
 from weft.core.plan import StepPlan, StepResult
 from weft.core.ports import Executor, Lease, Ticket
 from weft.core.process import describe_exit, start_child
+from weft.core.resolved import ResolvedConfig
 from weft.engine.channel import Channel, RankTokens, Report, Step, Task
 from weft.engine.forkserver import MEMORY_SETTINGS
 from weft.kernels.unavailable import KernelUnavailable

@@ -7,9 +7,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 
-from weft.core.config import EngineConfig, ResolvedConfig
+from weft.core.config import EngineConfig
 from weft.core.plan import StepPlan, StepResult
 from weft.core.ports import Executor, Ticket
+from weft.core.resolved import ResolvedConfig
 from weft.cost.host_steps import HostCounts
 from weft.cost.steps import GroupRoom, HostRoom, StepRoom
 from weft.engine.costs import host_name
