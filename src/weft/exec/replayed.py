@@ -106,6 +106,7 @@ class ReplayedSteps:
         self._told = device.host_memory(len(told), told.dtype)
         self._most = len(RowBounds.of(told).limits)
         self._results = [device.host_memory(2 + 2 * self._most, torch.int64) for _ in range(AHEAD)]
+        self._uploaded: Event | None = None  # when the last lease's end was told
         self._step_s = 0.0  # that a step of the latest lease took
 
     def lease(self, plan: StepPlan) -> DeviceLease | None:
@@ -169,13 +170,19 @@ class ReplayedSteps:
             output.go_on(part.batch, Decoded(numbers, finite, published, ""), guests)
 
     def _tell(self, part: LaunchedBatch, stops: StopIds) -> None:
-        """Order the upload of what ends the lease on the device."""
+        """Order the upload of what ends the lease on the device, once the last one has arrived.
+
+        No step may have followed that one.
+        """
+        if self._uploaded is not None:
+            self._uploaded.wait()
         count, bounds = len(part.rows), RowBounds.of(self._told.numpy())
         bounds.limits[:count] = part.packed.inputs.starts + 1 + part.packed.ahead
         bounds.stop_from[: count + 1] = stops.bounds
         bounds.stop_ids[: len(stops.ids)] = stops.ids
         with self._device.work():
             self._device.upload(self._told, self._functions.bounds.told)
+            self._uploaded = self._device.record()
 
     def _order(self, part: LaunchedBatch, number: int) -> Ordered | None:
         """Order a step; None if there is no memory for it, which leaves what counts as it was."""
