@@ -296,8 +296,8 @@ def test_a_step_without_memory_for_it_is_planned(folders, every, monkeypatch, le
             use_graphs(monkeypatch)
         config = settings_for(folder, kv_memory=2**22, resident=resident)
         engine = build_engine(replace(config, graphs=False))
-        asked = {0: [Request(i, tuple(prompt(9, i)), replace(LONG, max_tokens=60)) for i in (0, 1)]}
-        answers[resident], _ = run(engine, Traffic(asked, {}), monkeypatch)
+        asked = [Request(i, tuple(prompt(9, i)), replace(LONG, max_tokens=200)) for i in (0, 1)]
+        answers[resident], _ = run(engine, Traffic({0: asked}, {}), monkeypatch)
     assert answers["on"] == answers["off"]
     assert len(calls) > 10
     steps = sum(len(given) - 1 for given in leases)
