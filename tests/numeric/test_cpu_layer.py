@@ -36,7 +36,12 @@ class Weights:
             norm_eps=1e-5,
             norm_plus_one=sample.random() < 0.5,
             activation=sample.choice(["silu", "gelu_tanh"]),
+            qk_norm_whole=sample.random() < 0.3,
+            qk_norm_rotated=sample.random() < 0.3,
+            residual_scale=sample.choice([1.0, 1.0, 0.22]),
         )
+        if self.shape.qk_norm_whole:
+            self.shape = dataclasses.replace(self.shape, qk_norm_rotated=False)
         self.half = sample.choice([dim // 2, dim // 4])
         q, kv = self.shape.heads * dim, kv_heads * dim
         self.matrices = {
@@ -45,12 +50,13 @@ class Weights:
             "gate_up": self.matrix(2 * self.size, self.hidden),
             "down": self.matrix(self.hidden, self.size),
         }
-        post = sample.random() < 0.5
-        heads = self.shape.heads + kv_heads
+        before, post = sample.random() < 0.8, sample.random() < 0.5
+        heads, whole = self.shape.heads + kv_heads, self.shape.qk_norm_whole
+        qk_norm = self.random(heads * dim) if whole else self.random(heads, dim)
         self.norms = Norms(
-            input_norm=self.random(self.hidden),
-            mlp_norm=self.random(self.hidden),
-            qk_norm=self.random(heads, dim) if sample.random() < 0.5 else None,
+            input_norm=self.random(self.hidden) if before else None,
+            mlp_norm=self.random(self.hidden) if before else None,
+            qk_norm=qk_norm if whole or sample.random() < 0.5 else None,
             post_attention_norm=self.random(self.hidden) if post else None,
             post_mlp_norm=self.random(self.hidden) if post else None,
         )
@@ -68,7 +74,9 @@ class Weights:
         packed = {n: CpuMatrix(w, gated=n == "gate_up") for n, w in self.matrices.items()}
         return CpuLayer(LayerParts(self.shape, packed, self.norms, self.biases))
 
-    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+    def norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is None:
+            return x
         return reference.rms_norm(x, weight, self.shape.norm_eps, self.shape.norm_plus_one)
 
     def linear(self, x: Tensor, name: str) -> Tensor:
@@ -80,20 +88,34 @@ class Weights:
         qkv = qkv.view(len(residual), -1, self.shape.head_dim)
         rotated = self.shape.heads + self.shape.kv_heads
         qk = qkv[:, :rotated]
-        if self.norms.qk_norm is not None:
-            qk = self.norm(qk, self.norms.qk_norm)
-        return torch.cat((reference.rope(qk, cos, sin), qkv[:, rotated:]), dim=1)
+        if not self.shape.qk_norm_rotated:
+            qk = self.qk_norm(qk)
+        qk = reference.rope(qk, cos, sin)
+        if self.shape.qk_norm_rotated:
+            qk = self.qk_norm(qk)
+        return torch.cat((qk, qkv[:, rotated:]), dim=1)
+
+    def qk_norm(self, qk: Tensor) -> Tensor:
+        if not self.shape.qk_norm_whole:
+            return self.norm(qk, self.norms.qk_norm)
+        middle, dim = self.shape.heads * self.shape.head_dim, self.shape.head_dim
+        rows, weight = qk.flatten(1), self.norms.qk_norm
+        q, k = (
+            self.norm(rows[:, :middle], weight[:middle]),
+            self.norm(rows[:, middle:], weight[middle:]),
+        )
+        return torch.cat((q, k), 1).unflatten(1, (-1, dim))
 
     def post(self, attended: Tensor, residual: Tensor) -> Tensor:
         y = self.linear(attended.flatten(1), "output")
         if self.norms.post_attention_norm is not None:
             y = self.norm(y, self.norms.post_attention_norm)
-        residual = residual + y
+        residual = residual + y * self.shape.residual_scale
         y = self.linear(self.norm(residual, self.norms.mlp_norm), "gate_up")
         y = self.linear(reference.act_mul(y, self.shape.activation), "down")
         if self.norms.post_mlp_norm is not None:
             y = self.norm(y, self.norms.post_mlp_norm)
-        return residual + y
+        return residual + y * self.shape.residual_scale
 
     def inputs(self, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         angles = self.random(tokens, self.half).float()

@@ -12,11 +12,12 @@ from weft.core.kv_types import KV_TYPES
 from weft.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, FAMILIES, GGUF_FAMILIES
 from weft.models.gemma import GEMMA
 from weft.models.llama_like import LLAMA_LIKE
+from weft.models.llama_variants import LLAMA_VARIANTS
 from weft.models.spec_reader import spec_from_config
 
 
 def test_no_name_stands_in_two_rows():
-    rows = [*LLAMA_LIKE, *GEMMA]
+    rows = [*LLAMA_LIKE, *LLAMA_VARIANTS, *GEMMA]
     checkpoints = len(rows) + sum(row.multimodal is not None for row in rows)
     assert len(FAMILIES) == len(rows)
     assert len(BY_ARCHITECTURE) == len(BY_MODEL_TYPE) == checkpoints

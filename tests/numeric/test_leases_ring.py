@@ -124,7 +124,7 @@ def answer(folder: Path, resident: str, seed: int, *, cancels: bool) -> tuple[An
                 answers.changed.wait_for(lambda: len(answers.ends) == len(opened), PATIENCE_S)
             side.inbox.stop()
 
-        thread = threading.Thread(target=feed)
+        thread = threading.Thread(target=feed, daemon=True)
         thread.start()
         while not side.inbox.closed:
             if not side.loop.step():

@@ -218,9 +218,30 @@ def test_unreadable_config(folder) -> None:
         load(folder)
 
 
+# Of each family: what its config says of other towers.
+MULTIMODAL = {
+    "gemma3": {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "mm_tokens_per_image": 4,
+        "boi_token_index": 7,
+    },
+    "mistral-full": {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "model_type": "mistral3",
+        "image_token_index": 10,
+        "projector_hidden_act": "gelu",
+        "multimodal_projector_bias": False,
+        "spatial_merge_size": 2,
+        "vision_feature_layer": -1,
+    },
+}
+
+
+@pytest.mark.parametrize("name", MULTIMODAL)
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
-def test_multimodal_text_part(tmp_path, prefix) -> None:
-    reference = build("gemma3")
+def test_multimodal_text_part(tmp_path, prefix, name) -> None:
+    reference = build(name)
     folder = save(reference, tmp_path)
     plain = PagedRunner(load(folder)).step([("a", prompt(60))])[0]
 
@@ -233,13 +254,10 @@ def test_multimodal_text_part(tmp_path, prefix) -> None:
     rewrite(folder, nest)
     text = json.loads((folder / "config.json").read_text())
     config = {
-        "architectures": ["Gemma3ForConditionalGeneration"],
+        **MULTIMODAL[name],
         "text_config": text,
         "vision_config": {"hidden_size": 8},
-        "mm_tokens_per_image": 4,
-        "boi_token_index": 7,
         "eos_token_id": [1, 5],
-        "model_type": "gemma3",
     }
     (folder / "config.json").write_text(json.dumps(config))
     decoder = load(folder)

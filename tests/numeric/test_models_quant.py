@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import edit_config, save
+from checkpoints import build, edit_config, save
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from paged import PagedRunner
@@ -200,6 +200,27 @@ def test_packed_with_zero_points(original, tmp_path, bits, group) -> None:
 
     config = compressed_config("pack-quantized", bits, group, symmetric=False)
     check(tmp_path, rewritten(original, tmp_path, config, store))
+
+
+def test_rows_of_pairs_that_are_rotated_as_halves_keep_codes_and_scales(tmp_path) -> None:
+    original, size = save(build("ernie-biases"), tmp_path / "original"), 16
+    expected: dict[str, Tensor] = {}  # of the first layer
+
+    def store(module: str, weight: Tensor):
+        columns = weight.shape[1]
+        values, zeros, scales = drawn(*weight.shape, 8, columns)
+        scales = scales.bfloat16()
+        whole = formula(values, zeros, scales, columns)
+        if ".layers.0." in module:
+            expected[module.rpartition(".")[2]] = whole
+        return packed(module, values, zeros, scales, 8), whole
+
+    config = compressed_config("pack-quantized", 8, None, symmetric=False)
+    rewritten(original, tmp_path / "stored", config, store)
+    for name in ("q_proj", "k_proj"):
+        heads = expected[name].unflatten(0, (-1, size))
+        expected[name] = torch.cat((heads[:, 0::2], heads[:, 1::2]), 1).flatten(0, 1)
+    check(tmp_path / "stored", expected)
 
 
 REFEREED = [

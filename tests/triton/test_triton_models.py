@@ -21,7 +21,8 @@ CPU, DEVICE = torch.device("cpu"), torch.device(where.NAME)
 TOLERANCE = 1e-4  # absolute, on float32 logits
 FAMILIES = ["qwen3-full", "gemma4-shared-kv", "qwen3-moe"]
 FAMILIES += [pytest.param(name, marks=deep_on_cpu) for name in ("qwen2-window", "phi4-partial")]
-FAMILIES += [pytest.param("gemma2", marks=deep_on_cpu)]
+DEEP = ("gemma2", "glm4", "granite", "hunyuan", "olmo3", "smollm3-windows")
+FAMILIES += [pytest.param(name, marks=deep_on_cpu) for name in DEEP]
 # Two rows of other lengths, then one token for each of them beside the prompt of a third.
 STEPS: list[Rows] = [
     [("a", prompt(9, 1)), ("b", prompt(2, 2))],

@@ -158,7 +158,7 @@ def bind_leases(
     if not isinstance(stack, CpuStack) or not isinstance(head, CpuMatrix):
         return None
     loop = CpuDecodeLoop(
-        stack, head, decoder.spec.logit_softcap, table.tokens, table.length, table.tables,
-        block_size,
+        stack, head, decoder.spec.logit_scale, decoder.spec.logit_softcap, table.tokens,
+        table.length, table.tables, block_size,
     )  # fmt: skip
     return LeasedSteps(loop, table, decoder.ops)

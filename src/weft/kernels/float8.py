@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -140,6 +142,12 @@ class Float8:
     def part(self, rows: slice, columns: slice) -> Float8:
         """Return some outputs and inputs of a weight [N, K]."""
         return Float8(self.values[rows, columns], self.scales[rows], self.inputs)
+
+    def reordered(self, rows: NDArray[np.int64]) -> Float8:
+        """Return the weight whose output n is output ``rows[n]`` of this one."""
+        order = torch.from_numpy(rows)
+        values = self.values.view(torch.uint8)[order].view(self.values.dtype)
+        return Float8(values, self.scales[order], self.inputs)
 
     def saturated(self) -> int:
         """Return how many numbers are at the limit of E4M3, which may have cut them off."""

@@ -13,7 +13,8 @@ from weft.kernels.arrays import Array, dtype_name
 class Norms:
     """Weights of the norms of a layer of hidden size C, None where it has none.
 
-    ``qk_norm`` has one weight per head: [H + Hkv, D]. ``router_scale`` is that of the norm of what
+    ``qk_norm`` has one weight per head: [H + Hkv, D], or where a norm spans all heads of Q and one
+    those of K [(H + Hkv) * D]. ``router_scale`` is that of the norm of what
     the router reads beside an MLP, which never adds 1.
     """
 
@@ -51,6 +52,9 @@ class LayerShape:
     activation: str  # ``silu`` or ``gelu_tanh``
     value_is_key: bool = False  # V is the K projection before its norm and rotation
     value_norm: bool = False  # V is normalised without a weight
+    qk_norm_whole: bool = False  # one norm over all heads of Q, and one over those of K
+    qk_norm_rotated: bool = False  # Q and K are normalised after their rotation
+    residual_scale: float = 1.0  # multiplies what attention and the MLP add
 
 
 @dataclass(frozen=True)
@@ -155,7 +159,11 @@ def check_parts(parts: LayerParts) -> None:
         "output_bias": (hidden,),
         "gate_up_bias": (2 * size,),
         "down_bias": (hidden,),
-        "qk_norm": (heads + shape.kv_heads, dim),
+        "qk_norm": (
+            ((heads + shape.kv_heads) * dim,)
+            if shape.qk_norm_whole
+            else (heads + shape.kv_heads, dim)
+        ),
         "scalar": (1,),
         "expert_scale": (experts,),
         **{name: (hidden,) for name in vars(parts.norms) if name != "qk_norm"},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,11 @@ class Quantized:
             self.bits,
             group,
         )
+
+    def reordered(self, rows: NDArray[np.int64]) -> Quantized:
+        """Return the weight whose row n is row ``rows[n]`` of this one."""
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return replace(self, values=self.values[rows], scales=self.scales[rows], zeros=zeros)
 
     def dequantize(self) -> NDArray[np.float32]:
         """Return the weight [N, K] in float32."""

@@ -28,6 +28,7 @@ from weft.models.layers import (
     add_per_layer_input,
     feed_forward,
     inverse_frequencies,
+    pre_norm,
     project_qkv,
 )
 from weft.models.shard import Shard, shard_range
@@ -164,6 +165,8 @@ class Decoder:
             missing[:] = 0.0
             # Samplers take dense rows, which a cut makes of a vocabulary that does not divide.
             logits = contiguous(ranks.gather(concatenate((logits, missing), 1))[:, :vocabulary])
+        if self.spec.logit_scale != 1.0:
+            logits *= self.spec.logit_scale
         cap = self.spec.logit_softcap
         return logits if cap is None else self.ops.softcap(logits, cap)
 
@@ -216,7 +219,7 @@ class Decoder:
                 return qkv, None, None
             keys = spec.num_heads + kind.num_kv_heads
             return qkv[:, : spec.num_heads], qkv[:, spec.num_heads : keys], qkv[:, keys:]
-        x = self.ops.rms_norm(residual, weights.input_norm, spec.norm_eps, spec.norm_plus_one)
+        x = pre_norm(spec, residual, weights.input_norm, self.ops)
         return project_qkv(spec, kind, weights, x, angles[kind.rope], self.ops)
 
     def post(
@@ -236,11 +239,11 @@ class Decoder:
         y = ops.ranks.sum(y)  # [T, C]
         if weights.post_attention_norm is not None:
             y = ops.rms_norm(y, weights.post_attention_norm, spec.norm_eps, spec.norm_plus_one)
-        residual = residual + y
+        residual = residual + _added(spec, y)
         y = feed_forward(spec, spec.layers[layer], weights, residual, ops)
         if weights.post_mlp_norm is not None:
             y = ops.rms_norm(y, weights.post_mlp_norm, spec.norm_eps, spec.norm_plus_one)
-        residual = residual + y
+        residual = residual + _added(spec, y)
         if inputs is not None:
             residual = add_per_layer_input(spec, weights, residual, inputs, ops)
         return residual if weights.layer_scalar is None else residual * weights.layer_scalar
@@ -249,6 +252,11 @@ class Decoder:
         """Return the final norm of the residual [T, C]."""
         spec = self.spec
         return self.ops.rms_norm(residual, self.final_norm, spec.norm_eps, spec.norm_plus_one)
+
+
+def _added(spec: ModelSpec, y: Array) -> Array:
+    """Return what attention or an MLP adds to the residual [T, C]."""
+    return y if spec.residual_scale == 1.0 else times(y, spec.residual_scale)
 
 
 def _layer_weights(number: int, weights: Mapping[str, Any]) -> LayerWeights:

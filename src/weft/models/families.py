@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from weft.models.family import Family, Reader
 from weft.models.gemma import GEMMA
 from weft.models.llama_like import LLAMA_LIKE
+from weft.models.llama_variants import LLAMA_VARIANTS
 
-FAMILIES = {row.name: row for row in (*LLAMA_LIKE, *GEMMA)}
+FAMILIES = {row.name: row for row in (*LLAMA_LIKE, *LLAMA_VARIANTS, *GEMMA)}
 
 
 def _checkpoints() -> Iterator[tuple[str, str, tuple[Family, Reader]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from weft.models.config_reader import ConfigReader
@@ -11,6 +11,10 @@ from weft.models.rope_config import RopeContext
 from weft.models.spec import LayerSpec, ModelSpec
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+MULTIMODAL_PREFIXES = ("model.language_model.", "language_model.model.", "model.")
+OTHER_TOWERS = (
+    r"(model\.)?(vision_tower|audio_tower|multi_modal_projector|embed_vision|embed_audio)\..*"
+)
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 # From a config, and the longest sequence that will be served if one is set, to the model.
@@ -139,6 +143,31 @@ def read_common(
         "bos_token_id": bos[0] if bos else None,
         "dtype": str(dtype).removeprefix("torch.") if dtype else None,
     }
+
+
+def read_text_part(read: Reader, config: ConfigReader, limit: int | None) -> ModelSpec:
+    """Return the text model of a multimodal checkpoint, whose other towers are left unread."""
+    text = config.section("text_config")
+    if text is None:
+        config.refuse("text_config", None, "it must describe the text model")
+    spec = read(text, limit)
+    text.finish()
+    config.ignore("vision_config")
+    for token in ("boi", "eoi", "image", "video", "boa", "eoa", "audio"):
+        config.ignore(f"{token}_token_id", f"{token}_token_index")
+    bos = config.integers("bos_token_id")
+    return replace(
+        spec,
+        layout=replace(
+            spec.layout,
+            prefixes=MULTIMODAL_PREFIXES,
+            ignored=(*spec.layout.ignored, OTHER_TOWERS),
+        ),
+        tied_embeddings=config.flag("tie_word_embeddings", spec.tied_embeddings),
+        eos_token_ids=config.integers("eos_token_id") or spec.eos_token_ids,
+        bos_token_id=bos[0] if bos else spec.bos_token_id,
+        dtype=spec.dtype or config.value("dtype", config.value("torch_dtype", None)),
+    )
 
 
 def read_window(config: ConfigReader) -> int | None:

@@ -15,6 +15,8 @@ def fusable(spec: ModelSpec, layer: LayerSpec, fused: Fused) -> bool:
     beside_mlp = layer.moe and spec.moe is not None and spec.moe.beside_mlp
     plain = layer.kv_source is None and not (layer.value_is_key or beside_mlp)
     plain = plain and not (spec.value_norm or spec.per_layer_input_size or spec.layer_scalars)
+    plain = plain and spec.pre_norms and spec.residual_scale == 1.0
+    plain = plain and not (spec.qk_norm_whole or spec.qk_norm_rotated)
     return plain or fused.every_layer
 
 
@@ -48,8 +50,11 @@ def fuse(
         spec.norm_eps,
         spec.norm_plus_one,
         spec.activation,
-        layer.value_is_key,
-        spec.value_norm,
+        value_is_key=layer.value_is_key,
+        value_norm=spec.value_norm,
+        qk_norm_whole=spec.qk_norm_whole,
+        qk_norm_rotated=spec.qk_norm_rotated,
+        residual_scale=spec.residual_scale,
     )
     matrices = {name: getattr(weights, name) for name in MATRICES}
     matrices = {name: matrix for name, matrix in matrices.items() if matrix is not None}

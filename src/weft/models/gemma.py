@@ -16,10 +16,11 @@ from weft.models.family import (
     read_common,
     read_layer_types,
     read_sizes,
+    read_text_part,
     read_window,
 )
 from weft.models.rope_config import read_layer_ropes, read_rope
-from weft.models.spec import CheckpointLayout, LayerSpec, ModelSpec, MoeSpec
+from weft.models.spec import LayerSpec, ModelSpec, MoeSpec
 
 # What the text part of a multimodal config may leave out, alike in Gemma 3 and 4.
 TEXT_DEFAULTS = {
@@ -37,13 +38,6 @@ GEMMA4_ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
 }
 _GLOBAL_HEADS = "its attention loses its precision (Zheng et al. 2026, rvLLM, section 8.10)"
-MULTIMODAL_LAYOUT = CheckpointLayout(
-    prefixes=("model.language_model.", "language_model.model.", "model."),
-    ignored=(
-        *CheckpointLayout().ignored,
-        r"(model\.)?(vision_tower|audio_tower|multi_modal_projector|embed_vision|embed_audio)\..*",
-    ),
-)
 
 
 def gemma2(config: ConfigReader, limit: int | None) -> ModelSpec:
@@ -224,25 +218,8 @@ def _gemma4_moe(config: ConfigReader) -> MoeSpec | None:
 def _text_part(read: Reader, config: ConfigReader, limit: int | None) -> ModelSpec:
     """Return the text model of a multimodal checkpoint, whose other towers are left unread."""
     config.assume(tie_word_embeddings=True)
-    text = config.section("text_config")
-    if text is None:
-        config.refuse("text_config", None, "it must describe the text model")
-    spec = read(text, limit)
-    text.finish()
-    config.ignore(
-        "vision_config", "audio_config", "mm_tokens_per_image", "vision_soft_tokens_per_image"
-    )
-    for token in ("boi", "eoi", "image", "video", "boa", "eoa", "audio"):
-        config.ignore(f"{token}_token_id", f"{token}_token_index")
-    bos = config.integers("bos_token_id")
-    return replace(
-        spec,
-        layout=MULTIMODAL_LAYOUT,
-        tied_embeddings=config.flag("tie_word_embeddings", True),
-        eos_token_ids=config.integers("eos_token_id") or spec.eos_token_ids,
-        bos_token_id=bos[0] if bos else spec.bos_token_id,
-        dtype=spec.dtype or config.value("dtype", config.value("torch_dtype", None)),
-    )
+    config.ignore("audio_config", "mm_tokens_per_image", "vision_soft_tokens_per_image")
+    return read_text_part(read, config, limit)
 
 
 def gemma3_multimodal(config: ConfigReader, limit: int | None) -> ModelSpec:

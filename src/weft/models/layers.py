@@ -25,13 +25,13 @@ class LayerWeights:
     H query heads, Hkv KV heads of size D; hidden size C; MLP size I; E experts of size J.
     """
 
-    input_norm: Array  # [C]
     qkv: Weight  # [(H + 2 Hkv) * D, C]
     output: Weight  # [C, H * D]
-    mlp_norm: Array  # [C]
+    input_norm: Array | None = None  # [C]
+    mlp_norm: Array | None = None  # [C]
     qkv_bias: Array | None = None
     output_bias: Array | None = None  # [C]
-    qk_norm: Array | None = None  # [H + Hkv, D]
+    qk_norm: Array | None = None  # [H + Hkv, D]; of norms over all heads [(H + Hkv) * D]
     post_attention_norm: Array | None = None  # [C]
     post_mlp_norm: Array | None = None  # [C]
     gate_up: Weight | None = None  # [2 I, C]
@@ -72,6 +72,8 @@ def inverse_frequencies(rope: RopeSpec) -> Floats:
         case "longrope":
             scaled: Floats = np.array(rope.dim_factors, np.float32) * powers
             return np.float32(1.0) / scaled
+        case "none":
+            return np.zeros_like(plain)
         case "proportional":
             plain[rope.rotated_angles :] = 0.0
             return plain / np.float32(rope.factor)
@@ -125,9 +127,11 @@ def project_qkv(
     rotated_heads = heads if layer.kv_source is not None else heads + layer.num_kv_heads
     qk = qkv[:, :rotated_heads]  # [T, H + Hkv, D]
     v = qkv[:, heads:rotated_heads] if layer.value_is_key else qkv[:, rotated_heads:]
-    if weights.qk_norm is not None:
-        qk = ops.rms_norm(qk, weights.qk_norm, spec.norm_eps, spec.norm_plus_one)
+    if not spec.qk_norm_rotated:
+        qk = _qk_norm(spec, weights, qk, ops)
     qk = ops.rope(qk, *angles)
+    if spec.qk_norm_rotated:
+        qk = _qk_norm(spec, weights, qk, ops)
     if layer.kv_source is not None:
         return qk, None, None
     if spec.value_norm:
@@ -135,11 +139,26 @@ def project_qkv(
     return qk[:, :heads], qk[:, heads:], v
 
 
+def _qk_norm(spec: ModelSpec, weights: LayerWeights, qk: Array, ops: OpTable) -> Array:
+    """Normalise the heads of Q and K [T, H + Hkv, D], each or all of Q and all of K together."""
+    if weights.qk_norm is None:
+        return qk
+    if not spec.qk_norm_whole:
+        return ops.rms_norm(qk, weights.qk_norm, spec.norm_eps, spec.norm_plus_one)
+    tokens, heads, size = qk.shape
+    rows, middle = qk.reshape(tokens, heads * size), spec.num_heads * size
+    parts = [
+        _norm(spec, rows[:, part], weights.qk_norm[part], ops)
+        for part in (slice(0, middle), slice(middle, None))
+    ]
+    return concatenate(parts, 1).reshape(tokens, heads, size)
+
+
 def feed_forward(
     spec: ModelSpec, layer: LayerSpec, weights: LayerWeights, hidden: Array, ops: OpTable
 ) -> Array:
     """Return what the MLP or the experts add to ``hidden`` [T, C], before any post norm."""
-    x = _norm(spec, hidden, weights.mlp_norm, ops)
+    x = pre_norm(spec, hidden, weights.mlp_norm, ops)
     if not layer.moe:
         return _mlp(spec, weights, x, ops)
     assert spec.moe is not None
@@ -163,6 +182,11 @@ def add_per_layer_input(
     gated = ops.act_mul(concatenate((gate, inputs), -1), spec.activation)  # [T, P]
     y = ops.linear(gated, weights.input_projection, None)  # [T, C]
     return hidden + _norm(spec, y, weights.post_input_norm, ops)
+
+
+def pre_norm(spec: ModelSpec, x: Array, weight: Array | None, ops: OpTable) -> Array:
+    """Return the norm of ``x`` [T, C] before attention or the MLP, where the model has one."""
+    return _norm(spec, x, weight, ops) if spec.pre_norms else x
 
 
 def _norm(spec: ModelSpec, x: Array, weight: Array | None, ops: OpTable) -> Array:

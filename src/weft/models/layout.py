@@ -6,7 +6,8 @@ The one description serves the loader, the parameter count and the memory estima
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from weft.kernels.storage import GATED, Storage
@@ -51,7 +52,7 @@ def parameters(spec: ModelSpec, *, stacked_experts: bool = False) -> Iterator[Pa
             *_per_layer_input(spec),
         ]
         for parameter in inside:
-            yield _within_layer(number, parameter)
+            yield _within_layer(number, parameter, spec.layout.renamed)
     yield _whole("norm", "norm.weight", (hidden,))
     if not spec.tied_embeddings:
         yield _whole("lm_head", "lm_head.weight", (spec.vocab_size, hidden))
@@ -125,10 +126,12 @@ def _whole(name: str, tensor: str, shape: Shape) -> Parameter:
     return Parameter(name, shape, (Piece(tensor, shape),))
 
 
-def _within_layer(number: int, parameter: Parameter) -> Parameter:
-    pieces = tuple(
-        replace(piece, tensor=f"layers.{number}.{piece.tensor}") for piece in parameter.pieces
-    )
+def _within_layer(number: int, parameter: Parameter, renamed: Mapping[str, str]) -> Parameter:
+    def name(tensor: str) -> str:
+        part, dot, kind = tensor.rpartition(".")
+        return f"layers.{number}.{renamed.get(part, part)}{dot}{kind}"
+
+    pieces = tuple(replace(piece, tensor=name(piece.tensor)) for piece in parameter.pieces)
     return Parameter(f"layers.{number}.{parameter.name}", parameter.shape, pieces)
 
 
@@ -149,11 +152,13 @@ def _attention(spec: ModelSpec, layer: LayerSpec) -> Iterator[Parameter]:
         parts.append(("k_proj", kv_rows))
         if not layer.value_is_key:
             parts.append(("v_proj", kv_rows))
-    if spec.layout.fused_projections:
+    if spec.layout.fused_qkv:
         parts = [("qkv_proj", q_rows + 2 * kv_rows)]
-    yield _stack("qkv", [(f"self_attn.{name}.weight", rows) for name, rows in parts], hidden)
+    weights = [(f"self_attn.{name}.weight", rows) for name, rows in parts]
+    yield _by_halves(spec, layer, _stack("qkv", weights, hidden))
     if spec.qkv_bias:
-        yield _stack("qkv_bias", [(f"self_attn.{name}.bias", rows) for name, rows in parts])
+        biases = [(f"self_attn.{name}.bias", rows) for name, rows in parts]
+        yield _by_halves(spec, layer, _stack("qkv_bias", biases))
     yield _whole("output", "self_attn.o_proj.weight", (hidden, q_rows))
     if spec.output_bias:
         yield _whole("output_bias", "self_attn.o_proj.bias", (hidden,))
@@ -161,8 +166,28 @@ def _attention(spec: ModelSpec, layer: LayerSpec) -> Iterator[Parameter]:
         yield _qk_norm(spec, layer)
 
 
+def _by_halves(spec: ModelSpec, layer: LayerSpec, parameter: Parameter) -> Parameter:
+    """Have the rows of Q and K in the order in which halves of a head are rotated together."""
+    if not spec.layout.rotated_by_pairs:
+        return parameter
+    pairs = (layer.head_dim, spec.ropes[layer.rope].rotary_dim)
+    pieces = tuple(
+        replace(piece, pairs=pairs if re.search(r"\.[qk]_proj\.", piece.tensor) else None)
+        for piece in parameter.pieces
+    )
+    return replace(parameter, pieces=pieces)
+
+
 def _qk_norm(spec: ModelSpec, layer: LayerSpec) -> Parameter:
-    """Return one norm weight per head, so that Q and K are normalised by one call."""
+    """Return one norm weight per head, so that Q and K are normalised by one call.
+
+    Where one norm spans all heads of Q and another one those of K, one behind the other.
+    """
+    if spec.qk_norm_whole:
+        counts = (spec.num_heads, layer.num_kv_heads)
+        sizes = [heads * layer.head_dim for heads in counts]
+        names = [f"self_attn.{name}.weight" for name in ("q_norm", "k_norm")]
+        return _stack("qk_norm", list(zip(names, sizes, strict=True)))
     heads, shape = spec.num_heads, (layer.head_dim,)
     pieces = [Piece("self_attn.q_norm.weight", shape, (slice(0, heads),))]
     if layer.kv_source is None:
@@ -173,14 +198,13 @@ def _qk_norm(spec: ModelSpec, layer: LayerSpec) -> Parameter:
 
 
 def _norms(spec: ModelSpec) -> Iterator[Parameter]:
-    names = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    names = {}
+    if spec.pre_norms:
+        before = "pre_feedforward" if spec.post_norms else "post_attention"
+        names = {"input_norm": "input_layernorm", "mlp_norm": f"{before}_layernorm"}
     if spec.post_norms:
-        names = {
-            "input_norm": "input_layernorm",
-            "post_attention_norm": "post_attention_layernorm",
-            "mlp_norm": "pre_feedforward_layernorm",
-            "post_mlp_norm": "post_feedforward_layernorm",
-        }
+        names["post_attention_norm"] = "post_attention_layernorm"
+        names["post_mlp_norm"] = "post_feedforward_layernorm"
     for name, tensor in names.items():
         yield _whole(name, f"{tensor}.weight", (spec.hidden_size,))
 
@@ -190,7 +214,7 @@ def _mlp(spec: ModelSpec, layer: LayerSpec) -> Iterator[Parameter]:
         return
     hidden, size = spec.hidden_size, layer.intermediate_size
     parts = [("gate_proj", size), ("up_proj", size)]
-    if spec.layout.fused_projections:
+    if spec.layout.fused_gate_up:
         parts = [("gate_up_proj", 2 * size)]
     yield _stack("gate_up", [(f"mlp.{name}.weight", rows) for name, rows in parts], hidden)
     yield _whole("down", "mlp.down_proj.weight", (hidden, size))

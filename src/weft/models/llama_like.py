@@ -1,4 +1,4 @@
-"""Llama and the families that differ from it in little: ``config.json`` -> ``ModelSpec``."""
+"""Llama, Mistral, Qwen and Phi: ``config.json`` -> ``ModelSpec``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.models.family import (
     read_sizes,
     read_window,
 )
-from weft.models.rope_config import read_rope
+from weft.models.rope_config import RopeContext, read_rope
 from weft.models.spec import CheckpointLayout, LayerSpec, ModelSpec, MoeSpec
 
 _LARGE_KEYS = (
@@ -26,23 +26,26 @@ _LARGE_KEYS = (
 )
 
 
-def _llama_like(
+def llama_like(
     config: ConfigReader,
     sizes: Sizes,
     layers: Sequence[LayerSpec],
+    context: RopeContext | None = None,
     **differences: Any,
 ) -> ModelSpec:
-    """Return the spec of a model with one rotary embedding and Llama's order of operations."""
-    rope = read_rope(config, sizes.rope_context())
-    fields = read_common(config, sizes)
+    """Return the spec of a model with one rotary embedding and Llama's order of operations.
+
+    Args:
+        context: what the embedding starts from; None: base 10000, of whole heads.
+    """
+    rope = read_rope(config, context or sizes.rope_context())
+    fields = read_common(config, sizes) | {"ropes": (rope,)}
     if rope.kind == "yarn":  # configs often state the length without the extension
         extended = int(rope.factor * rope.original_max_position)
         fields["max_position_embeddings"] = max(sizes.max_position, extended)
     return ModelSpec(
         layers=tuple(layers),
-        ropes=(rope,),
-        attention_scale=sizes.head_dim**-0.5,
-        **(fields | differences),
+        **(fields | {"attention_scale": sizes.head_dim**-0.5} | differences),
     )
 
 
@@ -51,7 +54,7 @@ def llama(config: ConfigReader, limit: int | None) -> ModelSpec:
     sizes = read_sizes(config, limit)
     bias = config.flag("attention_bias", False)
     layers = [sizes.layer()] * sizes.layers
-    return _llama_like(
+    return llama_like(
         config,
         sizes,
         layers,
@@ -66,7 +69,7 @@ def mistral(config: ConfigReader, limit: int | None) -> ModelSpec:
     config.assume(sliding_window=4096)
     sizes = read_sizes(config, limit)
     layers = [sizes.layer(window=read_window(config))] * sizes.layers
-    return _llama_like(config, sizes, layers)
+    return llama_like(config, sizes, layers)
 
 
 def _qwen_layers(config: ConfigReader, sizes: Sizes) -> list[LayerSpec]:
@@ -84,7 +87,7 @@ def _qwen_layers(config: ConfigReader, sizes: Sizes) -> list[LayerSpec]:
 def qwen2(config: ConfigReader, limit: int | None) -> ModelSpec:
     """Qwen 2 and 2.5: biases on Q, K and V."""
     sizes = read_sizes(config, limit)
-    return _llama_like(config, sizes, _qwen_layers(config, sizes), qkv_bias=True)
+    return llama_like(config, sizes, _qwen_layers(config, sizes), qkv_bias=True)
 
 
 def qwen3(config: ConfigReader, limit: int | None) -> ModelSpec:
@@ -93,7 +96,7 @@ def qwen3(config: ConfigReader, limit: int | None) -> ModelSpec:
     sizes = read_sizes(config, limit)
     bias = config.flag("attention_bias", False)
     layers = _qwen_layers(config, sizes)
-    return _llama_like(config, sizes, layers, qk_norm=True, qkv_bias=bias, output_bias=bias)
+    return llama_like(config, sizes, layers, qk_norm=True, qkv_bias=bias, output_bias=bias)
 
 
 def qwen3_moe(config: ConfigReader, limit: int | None) -> ModelSpec:
@@ -115,8 +118,8 @@ def qwen3_moe(config: ConfigReader, limit: int | None) -> ModelSpec:
         sizes.layer(window=window, moe=i not in dense and (i + 1) % step == 0)
         for i in range(sizes.layers)
     ]
-    more = {"moe": moe, "qkv_bias": bias, "output_bias": bias}
-    return _llama_like(config, sizes, layers, qk_norm=True, **more)
+    more: dict[str, Any] = {"moe": moe, "qkv_bias": bias, "output_bias": bias}
+    return llama_like(config, sizes, layers, qk_norm=True, **more)
 
 
 def phi3(config: ConfigReader, limit: int | None) -> ModelSpec:
@@ -132,7 +135,7 @@ def phi3(config: ConfigReader, limit: int | None) -> ModelSpec:
         layers=(sizes.layer(window=read_window(config)),) * sizes.layers,
         ropes=(read_rope(config, context),),
         attention_scale=sizes.head_dim**-0.5,
-        layout=CheckpointLayout(fused_projections=True),
+        layout=CheckpointLayout(fused_qkv=True, fused_gate_up=True),
         **read_common(config, sizes),
     )
 

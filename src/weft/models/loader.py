@@ -30,7 +30,7 @@ from weft.models.gguf import GgufFile
 from weft.models.hub import SUFFIX
 from weft.models.kept_weights import KeptWeights
 from weft.models.layout import parameters, stored_as
-from weft.models.parameter import Parameter, Piece
+from weft.models.parameter import Parameter, Piece, order_by_halves
 from weft.models.quant import FLOATS, ClippedCount, ExpectedTensor, parts_of, unpack
 from weft.models.safetensors_file import DTYPES, SafetensorsFile, StoredTensor
 from weft.models.shard import WHOLE, Shard, cut, shard_spec
@@ -190,6 +190,9 @@ class Checkpoint:
         They are read and not mapped: pages of a map would stay with the process.
         """
         name, columns = self._full_name(piece), piece.shape[-1]
+        if piece.pairs is not None:  # of rows all over the tensor
+            yield 0, self._read(name)[order_by_halves(piece)[first:last]]
+            return
         stored = self._stored[name]
         dtype = numpy_dtype(DTYPES[stored.dtype])
         row_bytes = columns * dtype.itemsize
@@ -317,9 +320,10 @@ class Checkpoint:
         found, outputs = [], 0
         for piece in parameter.pieces:
             index = piece.index[0] if len(piece.index) == 1 else None
-            if len(piece.shape) != 2 or not isinstance(index, slice) or self._parts(piece):
+            mapped = len(piece.shape) == 2 and piece.pairs is None and not self._parts(piece)
+            if not mapped or not isinstance(index, slice):
                 return None
-            rows = self._read(self._full_name(piece), piece.part)
+            rows = self._taken(piece)
             if rows.dtype != numpy_dtype(dtype) or index.start != outputs:
                 return None
             found.append(rows)
@@ -330,7 +334,7 @@ class Checkpoint:
         """Return a parameter in a dtype: where it is one piece of that type, as it is mapped."""
         kind, whole = numpy_dtype(dtype), parameter.pieces[0]
         if len(parameter.pieces) == 1 and not whole.index and not self._parts(whole):
-            found = self._read(self._full_name(whole), whole.part)
+            found = self._taken(whole)
             if found.shape == tuple(parameter.shape) and dtype != "float16":
                 return found.astype(kind, copy=False)
         target = np.empty(parameter.shape, kind)
@@ -339,9 +343,7 @@ class Checkpoint:
             part = target[piece.index] if piece.index else target
             stored = self._parts(piece)
             with np.errstate(over="ignore"):  # which is checked below
-                part[...] = (
-                    self._quantized(piece).dequantize() if stored else self._read(name, piece.part)
-                )
+                part[...] = self._quantized(piece).dequantize() if stored else self._taken(piece)
             if dtype == "float16" and not np.isfinite(part).all():
                 raise CheckpointError(
                     f"{self._stored[name].file}: tensor '{name}' does not fit into float16; "
@@ -364,6 +366,8 @@ class Checkpoint:
             weight = unpack(self._spec.stored_weights, found, *piece.shape)
             if not isinstance(weight, Quantized):
                 self._limits.add(name, weight)
+            if piece.pairs is not None:
+                weight = weight.reordered(order_by_halves(piece))
             return weight.part(*piece.taken) if piece.part else weight
         except CheckpointError as error:
             raise CheckpointError(f"tensor '{name}' in {self._folder}: {error.message}") from error
@@ -371,6 +375,12 @@ class Checkpoint:
     def _warn_of_limits(self) -> None:
         if (words := self._limits.warning()) is not None:
             logger.warning("%s: %s", self._folder, words)
+
+    def _taken(self, piece: Piece) -> NDArray[Any]:
+        """Return what is taken of a tensor: a view of the mapped file where its rows stay."""
+        if piece.pairs is None:
+            return self._read(self._full_name(piece), piece.part)
+        return self._read(self._full_name(piece))[order_by_halves(piece)][piece.part]
 
     def _read(self, name: str, part: tuple[slice, ...] = ()) -> NDArray[Any]:
         """Return a tensor, or a part of it: a view of the mapped file, or decoded of GGUF."""

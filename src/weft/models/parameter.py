@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 Shape = tuple[int, ...]
 
 
@@ -13,18 +16,30 @@ class Piece:
 
     ``index`` has a slice or an index for each leading dimension; a tensor with fewer dimensions
     than the part is repeated over it. ``part`` has a slice for each leading dimension of the
-    tensor, of which no more than that is taken.
+    tensor, of which no more than that is taken. ``pairs`` are the rows of a head and those of them
+    that a checkpoint rotates as neighbouring pairs, where they are to be rotated as two halves; its
+    rows are put in that order before a part is taken.
     """
 
     tensor: str  # without the layout's prefix
     shape: Shape
     index: tuple[slice | int, ...] = ()
     part: tuple[slice, ...] = ()
+    pairs: tuple[int, int] | None = None
 
     @property
     def taken(self) -> tuple[slice, ...]:
         """``part`` for all dimensions of the tensor."""
         return self.part + (slice(None),) * (len(self.shape) - len(self.part))
+
+
+def order_by_halves(piece: Piece) -> NDArray[np.int64]:
+    """Return where the rows of a piece with ``pairs`` lie in its tensor, in the order they get."""
+    assert piece.pairs is not None
+    size, rotated = piece.pairs
+    head = np.arange(size)
+    head[:rotated] = head[:rotated].reshape(-1, 2).T.ravel()
+    return (np.arange(0, piece.shape[0], size)[:, None] + head).ravel()
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def read_layer_ropes(
 def _rope(config: ConfigReader, context: RopeContext) -> RopeSpec:
     found = str(config.value("rope_type", config.value("type", "default")))
     kind = (context.aliases or {}).get(found, found)
-    if kind not in ROPE_TYPES:
+    if kind not in _READERS:
         config.refuse("rope_type", found, f"supported: {', '.join(ROPE_TYPES)}")
     theta = config.number("rope_theta", context.theta)
     part = config.number("partial_rotary_factor", context.partial_rotary_factor)
@@ -145,6 +145,13 @@ def _longrope(config: ConfigReader, plain: RopeSpec, context: RopeContext) -> Ro
     )
 
 
+def _ntk_alpha(config: ConfigReader, plain: RopeSpec, context: RopeContext) -> RopeSpec:
+    """Hunyuan's: the base is stretched once and for all, whatever the length of a sequence."""
+    config.ignore("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    size = context.head_dim
+    return replace(plain, theta=plain.theta * config.number("alpha") ** (size / (size - 2)))
+
+
 def _proportional(config: ConfigReader, plain: RopeSpec, context: RopeContext) -> RopeSpec:
     part = config.number("partial_rotary_factor", context.partial_rotary_factor)
     return replace(
@@ -161,6 +168,7 @@ _READERS = {
     "linear": _linear,
     "llama3": _llama3,
     "longrope": _longrope,
+    "ntk_alpha": _ntk_alpha,
     "proportional": _proportional,
     "yarn": _yarn,
 }

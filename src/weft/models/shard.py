@@ -60,6 +60,8 @@ def _problem(spec: ModelSpec, size: int) -> str | None:
         return None
     if spec.num_heads % size:
         return f"it has {spec.num_heads} heads"
+    if spec.qk_norm_whole:
+        return "a norm spans all of its heads"
     if spec.vocab_size < size:
         return f"it has {spec.vocab_size} tokens"
     if spec.moe is not None and spec.moe.intermediate_size % size:

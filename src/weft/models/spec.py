@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -13,7 +14,8 @@ class RopeSpec:
     """One rotary embedding: the inverse frequencies and what scales them.
 
     ``kind`` names the formula: ``default`` (Su et al. 2021), ``linear``, ``llama3``, ``yarn`` (Peng
-    et al. 2023), ``longrope`` (Ding et al. 2024) or ``proportional`` (Gemma 4).
+    et al. 2023), ``longrope`` (Ding et al. 2024), ``proportional`` (Gemma 4), or ``none``, which
+    rotates by nothing (NoPE, Kazemnejad et al. 2023).
     """
 
     kind: str
@@ -92,7 +94,10 @@ class CheckpointLayout:
     """
 
     prefixes: tuple[str, ...] = ("model.",)
-    fused_projections: bool = False  # qkv_proj and gate_up_proj are stored fused, as in Phi-3
+    fused_qkv: bool = False  # stored as qkv_proj, as in Phi-3
+    fused_gate_up: bool = False  # stored as gate_up_proj
+    rotated_by_pairs: bool = False  # of rows of Q and K neighbours are rotated together
+    renamed: Mapping[str, str] = field(default_factory=dict)  # tensors of a layer, from Llama's
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
 
 
@@ -111,8 +116,11 @@ class ModelSpec:
     family: str = ""  # the name of its row in ``families``
     activation: str = "silu"  # or gelu_tanh
     norm_plus_one: bool = False  # norms multiply by 1 + weight
-    post_norms: bool = False  # a norm also after attention and after the MLP
+    pre_norms: bool = True  # norms before attention and before the MLP
+    post_norms: bool = False  # norms after attention and after the MLP
     qk_norm: bool = False
+    qk_norm_whole: bool = False  # over all heads of Q and over all of K, in place of one a head
+    qk_norm_rotated: bool = False  # after the rotation
     value_norm: bool = False  # V is normalised without a weight
     qkv_bias: bool = False
     output_bias: bool = False
@@ -120,6 +128,8 @@ class ModelSpec:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # multiplies what attention and the MLP add to the residual
+    logit_scale: float = 1.0
     tied_embeddings: bool = False
     moe: MoeSpec | None = None
     per_layer_input_size: int = 0  # Gemma 4: width of each layer's own token embedding

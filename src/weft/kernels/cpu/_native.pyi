@@ -151,6 +151,9 @@ class Layer:
     activation: int
     value_is_key: bool
     value_norm: bool
+    qk_norm_whole: bool
+    qk_norm_rotated: bool
+    residual_scale: float
     router: Matrix
     experts: Experts
     top_k: int
@@ -392,6 +395,7 @@ class DecodeLoop:
         self,
         stack: Stack,
         head: Matrix,
+        logit_scale: float,
         softcap: float,
         tokens: NDArray[np.int32],
         length: NDArray[np.int64],

@@ -102,8 +102,8 @@ class Caller {
 // Holds on to the arrays that it reads and writes; stack and head are kept by decode.py.
 class DecodeLoop {
  public:
-  DecodeLoop(const weft::Stack& stack, const weft::Matrix& head, double softcap,
-             Array<int32_t, 2> tokens, Array<int64_t, 1> length,
+  DecodeLoop(const weft::Stack& stack, const weft::Matrix& head, double logit_scale,
+             double softcap, Array<int32_t, 2> tokens, Array<int64_t, 1> length,
              std::vector<Array<int32_t, 2>> tables, int64_t block_size)
       : tokens_(tokens), length_(length), tables_(std::move(tables)) {
     bool fits = length.shape(0) == tokens.shape(0) && block_size > 0 && !stack.layers.empty();
@@ -121,6 +121,7 @@ class DecodeLoop {
     }
     model_.stack = &stack;
     model_.head = &head;
+    model_.logit_scale = static_cast<float>(logit_scale);
     model_.softcap = static_cast<float>(softcap);
     model_.tokens = tokens.data();
     model_.max_rows = static_cast<int64_t>(tokens.shape(0));
@@ -262,10 +263,11 @@ void bind_decode(nb::module_& m) {
            nb::arg("biased"), nb::arg("biased_from"), nb::arg("biases"), nb::arg("delayed"),
            nb::arg("delayed_from"), nb::arg("min_tokens"));
   nb::class_<DecodeLoop>(m, "DecodeLoop")
-      .def(nb::init<const weft::Stack&, const weft::Matrix&, double, Array<int32_t, 2>,
-                    Array<int64_t, 1>, std::vector<Array<int32_t, 2>>, int64_t>(),
-           nb::arg("stack"), nb::arg("head"), nb::arg("softcap"), nb::arg("tokens"),
-           nb::arg("length"), nb::arg("tables"), nb::arg("block_size"))
+      .def(nb::init<const weft::Stack&, const weft::Matrix&, double, double,
+                    Array<int32_t, 2>, Array<int64_t, 1>, std::vector<Array<int32_t, 2>>,
+                    int64_t>(),
+           nb::arg("stack"), nb::arg("head"), nb::arg("logit_scale"), nb::arg("softcap"),
+           nb::arg("tokens"), nb::arg("length"), nb::arg("tables"), nb::arg("block_size"))
       .def("run", &DecodeLoop::run, nb::arg("lease"), nb::arg("rows"), nb::arg("ids"),
            nb::arg("settings"), nb::arg("seeds"), nb::arg("counters"), nb::arg("stop_ids"),
            nb::arg("stop_from"), nb::arg("given"), nb::arg("edits"), nb::arg("guest"),

@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "dispatch.hpp"
 #include "ops.hpp"
 #include "pool.hpp"
 #include "sample.hpp"
@@ -115,6 +116,11 @@ class HostPort {
                 .out = rows_of(logits, vocabulary, DType::f32),
                 .rows = count_,
                 .out_type = DType::f32});
+      if (model_.logit_scale != 1.0f) {
+        char* const numbers = reinterpret_cast<char*>(logits);
+        chosen_isa().panel->scale(DType::f32, model_.logit_scale, numbers, nullptr, numbers,
+                                  count_ * vocabulary);
+      }
       if (model_.softcap != 0) softcap(logits, count_ * vocabulary, model_.softcap);
       return choose(rows, {logits, count_, vocabulary, terms_.settings, draws_.data(), given,
                            rows.finite});

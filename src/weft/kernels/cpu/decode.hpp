@@ -21,6 +21,7 @@ using resident::Lease;
 struct DecodeModel {
   const Stack* stack = nullptr;
   const Matrix* head = nullptr;
+  float logit_scale = 1;
   float softcap = 0;  // 0: none
   int32_t* tokens = nullptr;   // [max_rows, max_tokens]
   int64_t max_rows = 0, max_tokens = 0;

@@ -88,7 +88,8 @@ class CpuDecodeLoop:
     Args:
         stack: the model, bound to the executor's KV.
         head: its output head.
-        softcap: of the logits; None for none.
+        logit_scale: multiplies the logits.
+        softcap: of the logits then; None for none.
         tokens: [rows, max_tokens] int32 of the executor.
         length: [rows] int64, tokens that each row knows.
         tables: of each KV group [rows, max_blocks] int32.
@@ -101,6 +102,7 @@ class CpuDecodeLoop:
         self,
         stack: CpuStack,
         head: CpuMatrix,
+        logit_scale: float,
         softcap: float | None,
         tokens: NDArray[np.int32],
         length: NDArray[np.int64],
@@ -109,8 +111,9 @@ class CpuDecodeLoop:
     ) -> None:
         self._kept = stack, head
         self._native = _native.DecodeLoop(
-            stack.native, head.native, softcap or 0.0, tokens, length, list(tables), block_size
-        )
+            stack.native, head.native, logit_scale, softcap or 0.0, tokens, length, list(tables),
+            block_size,
+        )  # fmt: skip
 
     def run(self, lease: _native.Lease, terms: LeaseTerms) -> Decoded:
         """Wait until the lease is granted or recalled, then decode until it ends.

@@ -21,12 +21,17 @@ class Heads {
     if (layer_.value_is_key) {
       std::memcpy(row + values * bytes_, row + keys * bytes_, layer_.kv_heads * bytes_);
     }
+    const bool each = layer_.qk_norm != nullptr && !layer_.qk_norm_whole;
+    if (layer_.qk_norm_whole) {
+      normalise(row, 0, keys);
+      normalise(row, keys, layer_.kv_heads);
+    }
     for (int64_t head = 0; head < values; ++head) {
-      const float* weight =
-          layer_.qk_norm == nullptr ? nullptr : layer_.qk_norm + head * layer_.head_size;
-      const Norm norm{weight, layer_.epsilon};
-      kernels_.rotate(type_, weight == nullptr ? nullptr : &norm, cos_ + token * half_,
-                      sin_ + token * half_, half_, row + head * bytes_, layer_.head_size);
+      const Norm norm{each ? layer_.qk_norm + head * layer_.head_size : nullptr, layer_.epsilon};
+      kernels_.rotate(type_, each && !layer_.qk_norm_rotated ? &norm : nullptr,
+                      cos_ + token * half_, sin_ + token * half_, half_, row + head * bytes_,
+                      layer_.head_size);
+      if (each && layer_.qk_norm_rotated) normalise(row, head, 1);
     }
     if (!layer_.value_norm) return;
     for (int64_t head = values; head < values + layer_.kv_heads; ++head) {
@@ -36,6 +41,13 @@ class Heads {
   }
 
  private:
+  // One norm over so many heads.
+  void normalise(char* row, int64_t head, int64_t count) const {
+    char* const heads = row + head * bytes_;
+    kernels_.norm(type_, {layer_.qk_norm + head * layer_.head_size, layer_.epsilon}, heads, nullptr,
+                  heads, count * layer_.head_size);
+  }
+
   const PanelKernels& kernels_ = *chosen_isa().panel;
   const Layer& layer_;
   const float *cos_, *sin_;
@@ -58,16 +70,20 @@ void layer_pre(const Layer& layer, const char* residual, int64_t tokens, const f
   project.cut(shared_pool().threads());
   kept.lay_out([&](Slices& slices) {
     project.round_into(slices.take(project.round_bytes()));
-    project.x = slices.rows(tokens, hidden, type);
+    project.x = layer.input_norm == nullptr ? in : slices.rows(tokens, hidden, type);
   });
   const Rows x = project.x;
   const Heads heads(layer, cos, sin, half);
   Phases phases;
-  phases.add_tokens(tokens, [&](int64_t token) {
-    kernels.norm(type, {layer.input_norm, layer.epsilon}, in.row(token), nullptr, x.row(token),
-                 hidden);
-    project.round_row(token);
-  });
+  if (layer.input_norm == nullptr) {
+    phases.add_rounding(project);
+  } else {
+    phases.add_tokens(tokens, [&](int64_t token) {
+      kernels.norm(type, {layer.input_norm, layer.epsilon}, in.row(token), nullptr, x.row(token),
+                   hidden);
+      project.round_row(token);
+    });
+  }
   phases.add(project.items(), [&](int64_t item) { project.run(kernels, item); });
   phases.add_tokens(tokens, [&](int64_t token) { heads.finish(token, out.row(token)); });
   phases.run(worth_sharing(work_of(*layer.qkv, tokens)));

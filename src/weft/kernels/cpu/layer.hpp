@@ -23,7 +23,9 @@ struct Layer {
   const void* gate_up_bias = nullptr;
   const void* down_bias = nullptr;
   const float* input_norm = nullptr;           // [hidden]
-  const float* qk_norm = nullptr;              // [heads + kv_heads, head_size]
+  // [heads + kv_heads, head_size], for a norm of each head, or of all of Q and of all of K.
+  const float* qk_norm = nullptr;
+  bool qk_norm_whole = false, qk_norm_rotated = false;  // rotated: after their rotation
   const float* post_attention_norm = nullptr;  // [hidden]
   const float* mlp_norm = nullptr;             // [hidden]
   const float* post_mlp_norm = nullptr;        // [hidden]
@@ -46,6 +48,7 @@ struct Layer {
   int64_t heads = 0, kv_heads = 0, head_size = 0;  // no kv_heads: it reads another layer's cache
   bool value_is_key = false;  // values are the keys before their norm and rotation
   bool value_norm = false;    // values are normalised, without a weight
+  float residual_scale = 1;   // multiplies what attention and MLP or experts add
   float epsilon = 0;
   Activation activation = Activation::silu;
 

@@ -63,6 +63,9 @@ class CpuLayer:
         native.head_size = shape.head_dim
         native.value_is_key = shape.value_is_key
         native.value_norm = shape.value_norm
+        native.qk_norm_whole = shape.qk_norm_whole
+        native.qk_norm_rotated = shape.qk_norm_rotated
+        native.residual_scale = shape.residual_scale
         native.epsilon = shape.norm_eps
         native.activation = ACTIVATIONS[shape.activation]
 

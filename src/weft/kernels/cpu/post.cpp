@@ -65,6 +65,15 @@ class Post {
                   add.data == nullptr ? nullptr : add.row(token), to.row(token), hidden_);
   }
 
+  // The sum of a residual and what is added to it, normalised and scaled where the layer does that.
+  void add(const float* weight, Rows added, Rows residual, Rows to, int64_t token) const {
+    if (weight != nullptr && !scaled_) return norm(weight, added, residual, to, token);
+    char* const row = added.row(token);
+    if (weight != nullptr) norm(weight, added, {}, added, token);
+    if (scaled_) kernels_.scale(type_, layer_.residual_scale, row, nullptr, row, hidden_);
+    kernels_.scale(type_, 1.0f, row, residual.row(token), to.row(token), hidden_);
+  }
+
   void place(Slices& slices) {
     for (Multiplication* product : std::array{&output_, &gate_up_, &down_, &router_, &input_gate_,
                                               &input_projection_}) {
@@ -72,7 +81,8 @@ class Post {
       product->cut(threads_);
       product->round_into(slices.take(product->round_bytes()));
     }
-    for (Rows* rows : {&middle_, &x_, &y_}) *rows = slices.rows(tokens_, hidden_, type_);
+    for (Rows* rows : {&middle_, &y_}) *rows = slices.rows(tokens_, hidden_, type_);
+    x_ = layer_.mlp_norm == nullptr ? middle_ : slices.rows(tokens_, hidden_, type_);
     if (layer_.down != nullptr) down_.x = slices.rows(tokens_, layer_.down->inputs(), type_);
     if (layer_.input_gate != nullptr) {
       input_gate_.out = slices.rows(tokens_, layer_.input_gate->outputs(), type_);
@@ -89,12 +99,12 @@ class Post {
 
   // Where the products read and write.
   void connect() {
-    const bool norm_attention = layer_.post_attention_norm != nullptr;
-    output_.out = norm_attention ? y_ : middle_;
-    if (!norm_attention) output_.residual = in_;
+    const bool alone = layer_.post_attention_norm == nullptr && !scaled_;
+    output_.out = alone ? middle_ : y_;
+    if (alone) output_.residual = in_;
     gate_up_.x = x_;
     gate_up_.out = down_.x;
-    const bool more = routed_ || layer_.post_mlp_norm != nullptr;
+    const bool more = routed_ || layer_.post_mlp_norm != nullptr || scaled_;
     down_.out = more ? y_ : result_;
     if (!more) down_.residual = middle_;
     input_gate_.x = result_;
@@ -104,10 +114,8 @@ class Post {
 
   // The first sum, and what MLP, router and experts read.
   void begin(int64_t token) const {
-    if (layer_.post_attention_norm != nullptr) {
-      norm(layer_.post_attention_norm, y_, in_, middle_, token);
-    }
-    norm(layer_.mlp_norm, middle_, {}, x_, token);
+    if (output_.out.data == y_.data) add(layer_.post_attention_norm, y_, in_, middle_, token);
+    if (layer_.mlp_norm != nullptr) norm(layer_.mlp_norm, middle_, {}, x_, token);
     if (beside_) {
       char* const row = router_.x.row(token);
       norm(layer_.router_scale, middle_, {}, router_.x, token);
@@ -132,16 +140,12 @@ class Post {
 
   void end_mlp(int64_t token) const {
     if (beside_) return norm(layer_.dense_post_norm, y_, {}, y_, token);
-    norm(layer_.post_mlp_norm, y_, middle_, result_, token);
+    add(layer_.post_mlp_norm, y_, middle_, result_, token);
   }
 
   void end_experts(int64_t token) const {
     if (beside_) norm(layer_.expert_post_norm, sparse_, y_, sparse_, token);
-    if (layer_.post_mlp_norm != nullptr) {
-      return norm(layer_.post_mlp_norm, sparse_, middle_, result_, token);
-    }
-    kernels_.scale(type_, 1.0f, sparse_.row(token), middle_.row(token), result_.row(token),
-                   hidden_);
+    add(layer_.post_mlp_norm, sparse_, middle_, result_, token);
   }
 
   // Gates the tokens' own inputs to the layer by the residual, and multiplies it.
@@ -170,6 +174,7 @@ class Post {
   const PanelKernels& kernels_ = *chosen_isa().panel;
   const Layer& layer_;
   const bool routed_ = layer_.experts != nullptr, beside_ = routed_ && layer_.gate_up != nullptr;
+  const bool scaled_ = layer_.residual_scale != 1.0f;
   const DType type_ = layer_.type();
   const int64_t hidden_ = layer_.output->outputs(), tokens_;
   const int threads_ = shared_pool().threads();
