@@ -1,211 +1,215 @@
 """``scripts/gpu_check.sh``: every check and measurement on a GPU, each with a time limit.
 
-A part is a command of its own. What it prints goes to the screen; a line that is a JSON object is a
-figure: ``name``, ``value``, ``unit``, and where there is one, the ``goal`` (a bound: a number, at
-least or at most as ``better`` says, "more" or "less"). The file of results is written after every
-part, so that an early end loses nothing.
+A part is a command of its own (``parts.py``). What it prints goes to the screen and into a file; a
+line that is a JSON object is a figure: ``name``, ``value``, ``unit``, and where there is one, the
+``goal``. This program never calls the driver of the GPU, so that nothing can hold it up.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
-import json
 import os
+import shutil
 import signal
-import subprocess
 import sys
-import threading
+import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import NoReturn
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-import report  # noqa: E402
-
-BUILD = ROOT / "build" / "gpu"
-LAST_LINES = 12  # of a part that failed
-GRACE_S = 5.0  # to read the end of what a part printed
-
-
-@dataclass(frozen=True)
-class Part:
-    """A command with the seconds that it may take."""
-
-    name: str
-    command: Sequence[str]
-    limit_s: float
+import tables  # noqa: E402
+from journal import Journal  # noqa: E402
+from parts import BUILD, LAST, OUT, PARTS, TOTAL_S, Part, dry_run, select  # noqa: E402
+from running import LATE_S, Outcome, Runner  # noqa: E402
 
 
-@dataclass
-class Outcome:
-    """How a part ended: ``passed``, ``failed`` or ``too long``, and what it found."""
-
-    name: str
-    status: str
-    seconds: float
-    figures: list[dict[str, Any]] = field(default_factory=list)
-    last_lines: list[str] = field(default_factory=list)
-
-
-def parts() -> list[Part]:
-    """Every part, in the order in which they run. Their limits add up to less than 10 minutes."""
-    python, here = sys.executable, ROOT / "benchmarks" / "gpu"
-    pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "80"]
-    if importlib.util.find_spec("xdist") is not None:  # most of the time goes to compiling kernels
-        pytest += ["-n", str(max(1, min(12, (os.cpu_count() or 1) - 2)))]
-    absent = [f"--ignore=tests/triton/test_{name}.py" for name in ("compile", "triton_tuning")]
-    return [
-        Part("build", [python, str(here / "build.py"), str(BUILD)], 55),
-        Part("probes", [python, str(here / "probes.py")], 45),
-        Part("kernels", [*pytest, "tests/triton", *absent], 95),
-        Part("engine", [*pytest, "tests/gpu"], 90),
-        Part("decode", [python, str(here / "decode.py"), "--seconds", "97"], 125),
-        Part("leases", [python, str(here / "leases.py"), "--limit", "19"], 60),
-        Part("lanes", [python, str(here / "lanes.py")], 24),
-        Part("overlap", [python, str(here / "overlap.py")], 20),
-        Part("shares", [python, str(here / "kernels.py")], 45),
-        Part("transformers", [python, str(here / "transformers_decode.py")], 40),
-    ]
-
-
-def run(part: Part, environment: dict[str, str]) -> Outcome:
-    """Run a part in a process group of its own, which is killed when it ends or its time does."""
-    started = time.monotonic()
-    process = subprocess.Popen(
-        part.command,
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    outcome = Outcome(part.name, "passed", 0.0)
-    reader = threading.Thread(target=_read, args=(process.stdout, outcome), daemon=True)
-    reader.start()
-    try:
-        if process.wait(part.limit_s):
-            outcome.status = "failed"
-    except subprocess.TimeoutExpired:
-        outcome.status = "too long"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    reader.join(GRACE_S)  # not for ever: a process that left the group may hold the pipe
-    outcome.seconds = time.monotonic() - started
-    return outcome
-
-
-def _read(lines: Iterable[str], outcome: Outcome) -> None:
-    """Show what a part prints, and keep its figures and last lines."""
-    for line in lines:
-        print(line, end="", flush=True)
-        figure = read_figure(line)
-        if figure is not None:
-            outcome.figures.append(figure)
-        else:
-            outcome.last_lines = [*outcome.last_lines, line.rstrip()][-LAST_LINES:]
-
-
-def read_figure(line: str) -> dict[str, Any] | None:
-    """The figure that a line of output states, or None for any other line."""
-    if not line.startswith("{"):
-        return None
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) and {"name", "value"} <= found.keys() else None
-
-
-def verdict(figure: dict[str, Any]) -> str:
-    """How a figure stands to its goal."""
-    goal = figure.get("goal")
-    if goal is None:
-        return ""
-    reached = figure["value"] >= goal if figure.get("better") == "more" else figure["value"] <= goal
-    word = "at least" if figure.get("better") == "more" else "at most"
-    return f"{'reached' if reached else 'MISSED'} ({word} {goal:g})"
-
-
-def table(outcomes: Sequence[Outcome]) -> str:
-    """Parts and their figures as a table in Markdown."""
-    rows = ["| part | figure | value | goal |", "|---|---|---|---|"]
-    for outcome in outcomes:
-        rows.append(f"| **{outcome.name}** | {outcome.status} | {outcome.seconds:.0f} s | |")
-        for figure in outcome.figures:
-            value = figure["value"]
-            shown = f"{value:.5g}" if isinstance(value, float) else str(value)
-            unit = figure.get("unit", "")
-            rows.append(f"| | {figure['name']} | {shown} {unit} | {verdict(figure)} |")
-    return "\n".join(rows)
-
-
-def machine() -> dict[str, Any]:
-    """What the GPU and the software are. Raises SystemExit where there is no GPU."""
-    try:
-        import torch
-    except ImportError:
-        raise SystemExit("This Python has no torch; set PYTHON to one that has.") from None
-    if not torch.cuda.is_available():
-        raise SystemExit("torch sees no NVIDIA GPU here; nothing was checked.")
-    import triton
-
-    return {
-        "gpu": torch.cuda.get_device_name(0),
-        "capability": ".".join(map(str, torch.cuda.get_device_capability(0))),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "triton": triton.__version__,
-    }
-
-
-def environment_of(given: Mapping[str, str]) -> dict[str, str]:
+def environment_of(given: Mapping[str, str], *, dry: bool = False) -> dict[str, str]:
     """The variables that parts run with: weft from here, tests on the GPU, kernels compiled."""
-    path = os.pathsep.join(filter(None, (str(ROOT / "src"), given.get("PYTHONPATH"))))
-    chosen = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "WEFT_TEST_DEVICE": "cuda"}
-    return {name: x for name, x in given.items() if name != "TRITON_INTERPRET"} | chosen
+    path = os.pathsep.join(filter(None, (str(ROOT / "src"), str(HERE), given.get("PYTHONPATH"))))
+    chosen = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    kept = {name: x for name, x in given.items() if name != "TRITON_INTERPRET"}
+    if dry:
+        chosen |= {"TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(BUILD / "none")}
+        return kept | chosen | {"WEFT_TEST_DEVICE": "cpu"}
+    kept.setdefault("TRITON_CACHE_DIR", str(BUILD / "triton"))
+    return kept | chosen | {"WEFT_TEST_DEVICE": "cuda"}
+
+
+def folder_of(wish: Path | None, given: Mapping[str, str], *, dry: bool = False) -> Path:
+    """The folder of the results: as asked for, ``$OUT``, in the repository, or a temporary one.
+
+    Raises:
+        SystemExit: nothing can be written into the one that was asked for.
+    """
+    asked = wish or (Path(given["OUT"]) if given.get("OUT") else None)
+    found = asked or ROOT / "build" / ("gpu_check_dry" if dry else "gpu_check")
+    try:
+        (found / "logs").mkdir(parents=True, exist_ok=True)
+        (found / "logs" / ".writable").touch()
+        (found / "logs" / ".writable").unlink()
+    except OSError as error:
+        if asked is not None:
+            raise SystemExit(
+                f"cannot write results into {found} ({error}); name another with --out"
+            ) from None
+        found = Path(tempfile.mkdtemp(prefix="gpu_check-"))
+        (found / "logs").mkdir()
+    return found.resolve()
+
+
+class Check:
+    """Runs parts within a total of seconds."""
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        journal: Journal,
+        environment: Mapping[str, str],
+        folder: Path,
+        total_s: float,
+    ) -> None:
+        self._parts, self._journal, self._folder = parts, journal, folder
+        self._ends = time.monotonic() + total_s
+        last = next((each for each in parts if each.name == LAST), None)
+        self._kept_s = 0.0 if last is None else last.limit_s
+        self._runner = Runner(environment, journal.take, self._end, folder / "logs")
+
+    def run(self, *, skip_done: bool) -> None:
+        """Run all parts, or say of each why it does not run."""
+        for part in self._parts:
+            if skip_done and part.name in self._journal.done:
+                outcome = self._journal.done[part.name]
+                outcome.status = "done before"
+                self._journal.outcomes[part.name] = outcome
+                continue
+            why = self._obstacle(part)
+            limit_s = self._limit(part)  # after the wait for what it needs
+            if not why and limit_s < part.least_s:
+                why = "no time is left"
+            if why:
+                self._not_run(part, why)
+                continue
+            self._begin(part, limit_s)
+        self._runner.stop()
+
+    def stop(self) -> None:
+        """End what runs, and say what does not run any more."""
+        self._runner.stop()
+        for part in self._parts:
+            if part.name not in self._journal.outcomes:
+                self._not_run(part, "interrupted")
+
+    def _limit(self, part: Part) -> float:
+        kept = 0.0 if part.name == LAST else self._kept_s
+        return min(part.limit_s, self._ends - time.monotonic() - kept - LATE_S)
+
+    def _obstacle(self, part: Part) -> str:
+        """Why a part cannot run, if so; waits for the parts that it needs."""
+        facts = self._journal.outcomes.get("facts")
+        if facts is not None and facts.status == "failed":
+            return "the GPU cannot be used, as 'facts' says"
+        missing = [name for name in part.modules if importlib.util.find_spec(name) is None]
+        if missing:
+            return f"this Python has no {', '.join(missing)}"
+        for name in part.needs:
+            self._runner.wait_for(name)
+            outcome = self._journal.outcomes.get(name)
+            if outcome is not None and outcome.status not in ("passed", "done before"):
+                return f"it needs '{name}', which has not passed"
+        return ""
+
+    def _not_run(self, part: Part, why: str) -> None:
+        outcome = Outcome(part.name, "not run", why=why)
+        print(f"== {part.name}: not run, {why}", flush=True)
+        self._journal.end(outcome)
+
+    def _begin(self, part: Part, limit_s: float) -> None:
+        command = [word.replace(OUT, str(self._folder)) for word in part.command]
+        print(f"== {part.name} (at most {limit_s:.0f} s)", flush=True)
+        running = self._runner.start(replace(part, command=command), limit_s)
+        self._journal.begin(running.outcome, limit_s)
+        if not part.beside:
+            self._runner.wait([running])
+
+    def _end(self, outcome: Outcome) -> None:
+        self._journal.end(outcome)
+        why = f" ({outcome.why})" if outcome.why else ""
+        print(f"== {outcome.name}: {outcome.status}{why}, {outcome.seconds:.0f} s", flush=True)
+
+
+def say(journal: Journal, folder: Path, parts: Sequence[Part], *, dry: bool) -> int:
+    """Print and save the tables; return the exit code."""
+    outcomes = list(journal.outcomes.values())
+    gpu = gpu_of(outcomes)
+    head = "A dry run: nothing was measured." if dry else f"GPU: {gpu or 'unknown'}"
+    figures, goals = tables.of_figures(outcomes, gpu), tables.of_goals(outcomes, gpu)
+    failures = tables.of_parts(outcomes)
+    text = f"{head}\n\n{goals}\n\n{figures}\n\n{failures}\n"
+    (folder / "table.md").write_text(text)
+    print(f"\n{figures}\n\n{goals}\n\n{failures}\n\n{head}")
+    print(f"Results: {folder} (send table.md and figures.jsonl, and traces/ if there are any)")
+    if dry:
+        ends = {part.name: part.ends for part in parts}
+        wrong = [each for each in outcomes if each.status not in (ends[each.name], "done before")]
+        for each in wrong:
+            print(f"'{each.name}' should have ended as '{ends[each.name]}', not '{each.status}'")
+        return int(bool(wrong))
+    return int(any(each.status not in ("passed", "done before") for each in outcomes))
+
+
+def gpu_of(outcomes: Sequence[Outcome]) -> str:
+    """The name of the GPU, as the part that looks for facts has found it."""
+    for outcome in outcomes:
+        for figure in outcome.figures:
+            if (outcome.name, figure["name"]) == ("facts", "GPU"):
+                return str(figure["value"])
+    return ""
+
+
+def _interrupted(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
+    raise KeyboardInterrupt
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu_check.json")
+    parser.add_argument("--out", type=Path, help="folder of the results (default: $OUT)")
     parser.add_argument("--only", default="", help="names of parts, with commas between")
+    parser.add_argument("--skip-done", action="store_true", help="leave out what passed before")
+    parser.add_argument("--seconds", type=float, default=TOTAL_S, help="for all of it")
+    parser.add_argument("--list", action="store_true", help="name the parts and end")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="without a GPU: test this script with stand-ins"
+    )
     options = parser.parse_args()
-    chosen = select(parts(), options.only)
-    facts = machine()
-    print(json.dumps(facts))
-    environment = environment_of(os.environ)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    outcomes = []
-    for part in chosen:
-        print(f"== {part.name} (at most {part.limit_s:.0f} s)", flush=True)
-        outcomes.append(run(part, environment))
-        report.save(options.out, machine=facts, parts=[vars(o) for o in outcomes])
-    print(table(outcomes))
-    for outcome in outcomes:
-        if outcome.status != "passed":
-            print(f"\n{outcome.name}: {outcome.status}\n  " + "\n  ".join(outcome.last_lines))
-    return int(any(outcome.status != "passed" for outcome in outcomes))
-
-
-def select(every: Sequence[Part], only: str) -> list[Part]:
-    """The parts of the given names, all for none. Raises SystemExit for an unknown name."""
-    names = [name for name in only.split(",") if name]
-    unknown = set(names) - {part.name for part in every}
-    if unknown:
-        known = ", ".join(part.name for part in every)
-        raise SystemExit(f"no part is called {', '.join(sorted(unknown))}; they are: {known}")
-    return [part for part in every if not names or part.name in names]
+    chosen = select(PARTS, options.only)
+    if options.list:
+        for part in PARTS:
+            print(f"{part.name:14} {part.limit_s:4.0f} s{'  only if named' * part.asked}")
+        return 0
+    if options.dry_run:
+        chosen = dry_run(chosen)
+    elif shutil.which("nvidia-smi") is None and not any(Path("/dev").glob("nvidia[0-9]*")):
+        raise SystemExit(
+            "There is no NVIDIA GPU here; nothing was checked. --dry-run tests the script itself."
+        )
+    folder = folder_of(options.out, os.environ, dry=options.dry_run)
+    journal = Journal(folder, dry=options.dry_run)
+    environment = environment_of(os.environ, dry=options.dry_run)
+    check = Check(chosen, journal, environment, folder, options.seconds)
+    signal.signal(signal.SIGTERM, _interrupted)
+    try:
+        check.run(skip_done=options.skip_done)
+    except KeyboardInterrupt:
+        check.stop()
+    return say(journal, folder, chosen, dry=options.dry_run)
 
 
 if __name__ == "__main__":

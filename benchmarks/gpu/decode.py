@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import subprocess
 import sys
 import time
 import traceback
@@ -19,10 +20,12 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
-from figures import figure
+from figures import figure, note
+from goals import goal_of
 from peaks import read_bandwidth
 from shapes import random_decoder, shape
 
@@ -46,25 +49,27 @@ from weft.sched.scheduler import Limits
 PROMPT, OUTPUT, BLOCK = 16, 512, 16
 TRACED_STEPS = 20
 TOP_KERNELS = 8
+MOST_TRACE_BYTES = 15 * 2**20
+NEXT_S = 20.0  # without as much time no further batch begins
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model with weights of a kind, and the batches it is measured with: batch -> goal tok/s."""
+    """A model with weights of a kind, and the batches it is measured with, the first ones first.
+
+    What they should reach stands in ``goals.py``, under the names of the figures.
+    """
 
     model: str
     quantize: str
-    goals: dict[int, float | None]
+    batches: tuple[int, ...]
 
 
 CASES = [
-    Case("qwen2.5-7b", "fp8", {128: 25_000, 1: None, 256: 40_000, 512: 55_000}),
-    Case("llama-3.1-8b", "none", {128: None, 1: None, 256: None, 512: None}),
-    Case("qwen3-30b-a3b", "none", {64: None}),
+    Case("qwen2.5-7b", "fp8", (128, 1, 512, 256)),
+    Case("llama-3.1-8b", "none", (128, 1, 512, 256)),
+    Case("qwen3-30b-a3b", "none", (64,)),
 ]
-TTFT_GOAL_MS = 50.0  # Qwen2.5-7B in FP8 at batch 128
-BANDWIDTH_GOAL = 0.85  # of what reading all weights once a step allows, at batch 1
-IDLE_GOAL = 0.03  # of a step, at batch 128
 
 
 class Inbox:
@@ -110,13 +115,23 @@ class Span:
 
 
 @contextmanager
-def traced() -> Iterator[list[Span]]:
-    """All that the GPU did within, filled in at the end."""
+def traced(file: Path | None = None) -> Iterator[list[Span]]:
+    """All that the GPU did within, filled in at the end; ``file`` gets it compressed, for a viewer.
+
+    Without a GPU it is what torch did on the host.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     spans: list[Span] = []
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+    cuda = torch.cuda.is_available()
+    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as trace:
         yield spans
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        trace.export_chrome_trace(str(file))
+        if file.stat().st_size > MOST_TRACE_BYTES:
+            note(f"the trace {file.name} is too large to be kept")
+            file.unlink()
     for event in trace.events():
         if event.device_type.name == "CUDA":
             spans.append(Span(event.name, event.time_range.start, event.time_range.end))
@@ -163,12 +178,12 @@ class Engine:
         loop.run_until_idle()
         return inbox
 
-    def trace(self, batch: int, steps: int) -> list[Span]:
-        """What the GPU does in so many steps in which all requests decode."""
+    def trace(self, batch: int, steps: int, file: Path | None = None) -> list[Span]:
+        """What the GPU does in so many steps in which all requests decode; see ``traced``."""
         loop, inbox = self._begin(batch, steps + 2)
         while len(inbox.first) < batch:
             loop.step()
-        with traced() as spans:
+        with traced(file) as spans:
             loop.run_until_idle()
         return spans
 
@@ -197,7 +212,7 @@ def idle_share(spans: Seq[Span]) -> float:
 
 
 def profile_of(spans: Seq[Span]) -> list[tuple[str, float, int]]:
-    """The kernels that took most time: name, share of the time of all, and how often they ran."""
+    """Kernels, those that took most first: name, share of the time of all, how often they ran."""
     spent: Counter[str] = Counter()
     times: Counter[str] = Counter()
     for span in spans:
@@ -205,7 +220,7 @@ def profile_of(spans: Seq[Span]) -> list[tuple[str, float, int]]:
         spent[name] += span.end - span.start
         times[name] += 1
     total = sum(spent.values())
-    return [(name, took / total, times[name]) for name, took in spent.most_common(TOP_KERNELS)]
+    return [(name, took / total, times[name]) for name, took in spent.most_common()]
 
 
 def short_name(name: str) -> str:
@@ -220,31 +235,47 @@ def new_device(kind: str) -> Device:
     return CudaDevice("cuda:0") if kind == "cuda" else HostDevice()
 
 
-def measure(case: Case, batch: int, decoder: Decoder, device: Device, output: int) -> None:
+def measure(
+    case: Case, batch: int, decoder: Decoder, device: Device, output: int, traces: Path | None
+) -> None:
+    """Measure a batch; write a trace into ``traces`` if a goal is missed."""
     name = f"{case.model} {'bf16' if case.quantize == 'none' else case.quantize}, batch {batch}"
-    cuda = device.where.type == "cuda"
-    started = time.perf_counter()
+    cuda, started = device.where.type == "cuda", time.perf_counter()
     engine = Engine(decoder, device, batch, decoder.dtype)
     figure(f"{name}: ready", time.perf_counter() - started, "s")
     engine.run(batch, 8)  # whatever is only done once
     inbox = engine.run(batch, output)
-    rate = steady_rate(inbox, batch)
-    figure(f"{name}: decode", rate, "tok/s", case.goals.get(batch), "more")
+    found = {f"{name}: decode": (steady_rate(inbox, batch), "tok/s")}
     ttft = [1e3 * (when - inbox.started) for when in inbox.first.values()]
-    main = case.model == "qwen2.5-7b" and batch == 128
-    figure(f"{name}: TTFT, median", statistics.median(ttft), "ms")
-    figure(f"{name}: TTFT, last", max(ttft), "ms", TTFT_GOAL_MS if main else None, "less")
+    found[f"{name}: TTFT, median"] = statistics.median(ttft), "ms"
+    found[f"{name}: TTFT, last"] = max(ttft), "ms"
     if cuda and batch == 1:
-        size = read_bytes(decoder, case.quantize)
-        bound = read_bandwidth(device.where) / size
-        share = rate / bound
-        figure(f"{name}: share of the bandwidth bound", share, "", BANDWIDTH_GOAL, "more")
+        bound = read_bandwidth(device.where) / read_bytes(decoder, case.quantize)
+        share = found[f"{name}: decode"][0] / bound
+        found[f"{name}: share of the bandwidth bound"] = share, ""
+    missed = False
+    for label, (value, unit) in found.items():
+        figure(label, value, unit)
+        goal = goal_of(label)
+        missed |= goal is not None and not goal.reached(value)
+    file = traces / f"{name.replace(' ', '_').replace(',', '')}.json.gz" if traces else None
+    if cuda or (missed and file is not None):
+        spans = engine.trace(batch, TRACED_STEPS, file if missed else None)
     if cuda:
-        spans = engine.trace(batch, TRACED_STEPS)
-        figure(f"{name}: GPU idle", idle_share(spans), "", IDLE_GOAL if main else None, "less")
-        for kernel, part, times in profile_of(spans):
-            figure(f"{name}: time in {kernel} ({times} times)", part, "of the GPU's")
+        figure(f"{name}: GPU idle", idle_share(spans))
+        print_profile(name, spans)
     engine.executor.close()
+
+
+def print_profile(name: str, spans: Seq[Span]) -> None:
+    """Say which kernels took most of the time of a step, and show all that took a thousandth."""
+    for kernel, part, times in profile_of(spans)[:TOP_KERNELS]:
+        figure(f"{name}: time in {kernel} ({times} times)", part, "of the GPU's")
+    print(f"{name}: kernels of {TRACED_STEPS} steps (share, times, us each)")
+    spent = sum(span.end - span.start for span in spans)
+    for kernel, part, times in profile_of(spans):
+        if part >= 0.001:
+            print(f"  {part:6.1%} {times:7} {part * spent / times:9.1f}  {kernel}")
 
 
 def read_bytes(decoder: Decoder, quantize: str) -> int:
@@ -268,46 +299,71 @@ def measure_start(case: Case, decoder: Decoder, device: Device) -> None:
     engine.executor.close()
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=200.0, help="begin no case after that")
+    parser.add_argument("--seconds", type=float, default=200.0, help="begin no batch near its end")
     parser.add_argument("--model", help="only this shape")
-    parser.add_argument("--batch", type=int, help="only this batch")
+    parser.add_argument("--others", action="store_true", help="all shapes but the first")
+    parser.add_argument("--batch", help="only these batches, with commas between")
     parser.add_argument("--output", type=int, default=OUTPUT)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--traces", type=Path, help="folder for traces of what misses its goal")
     options = parser.parse_args()
     cuda = options.device == "cuda"
-    where = new_device(options.device).where
-    cases = [case for case in CASES if options.model in (None, case.model)]
+    cases = [case for case in CASES[options.others :] if options.model in (None, case.model)]
+    batches = [int(word) for word in options.batch.split(",")] if options.batch else None
     if not cases:
-        cases = [Case(options.model, "none", {options.batch or 1: None})]
-    started, failed = time.perf_counter(), False
+        cases = [Case(options.model, "none", (1,))]
+    deadline, failed = time.perf_counter() + options.seconds, 0
     for case in cases:
-        spec = shape(case.model, PROMPT + OUTPUT)
+        if time.perf_counter() > deadline - NEXT_S * cuda:
+            note(f"no time left for {case.model}")
+            continue
+        where = torch.device("cuda:0" if cuda else "cpu")
         ops = select_ops(str(where), "bfloat16", "auto" if cuda else "reference")
         with torch.inference_mode():
+            spec = shape(case.model, PROMPT + OUTPUT)
             decoder = random_decoder(spec, torch.bfloat16, where, ops, case.quantize)
-        for batch in case.goals:
-            if options.batch not in (None, batch):
-                continue
-            if time.perf_counter() - started > options.seconds:
-                print(f"no time left for {case.model}, batch {batch}")
+        todo = list(batches or case.batches)
+        while todo:
+            batch = todo.pop(0)
+            if time.perf_counter() > deadline - NEXT_S * cuda:
+                note(f"no time left for {case.model}, batch {batch}")
                 continue
             try:
-                measure(case, batch, decoder, new_device(options.device), options.output)
-            except Exception:  # the next batch may fare better
-                failed = True
+                device = new_device(options.device)
+                measure(case, batch, decoder, device, options.output, options.traces)
+            except Exception as error:  # the next batch may fare better
+                failed += 1
                 traceback.print_exc()
-            gc.collect()
-        if case is CASES[0] and cuda and options.batch is None:
+                note(f"{case.model}, batch {batch}: {type(error).__name__}: {str(error)[:300]}")
+                if "CUDA error" in str(error):  # nothing runs after it in this process
+                    return go_on(case, todo, options, deadline)
+            _free(cuda)
+        if case is CASES[0] and cuda and batches is None:
             measure_start(case, decoder, new_device(options.device))
         del decoder
-        gc.collect()
-        if cuda:
-            torch.cuda.empty_cache()
-    if failed:
-        sys.exit(1)
+        _free(cuda)
+    return int(failed > 0)
+
+
+def go_on(case: Case, todo: Seq[int], options: argparse.Namespace, deadline: float) -> int:
+    """Measure the batches that are left in another process; returns 1, as one has failed."""
+    note(f"{case.model}: the rest runs in a new process; shapes after it were not measured")
+    left = deadline - time.perf_counter()
+    if todo and left > NEXT_S:
+        command = [sys.executable, __file__, "--model", case.model, "--seconds", f"{left:.0f}"]
+        command += ["--batch", ",".join(map(str, todo)), "--output", str(options.output)]
+        command += ["--traces", str(options.traces)] if options.traces else []
+        subprocess.run(command)
+    return 1
+
+
+def _free(cuda: bool) -> None:
+    gc.collect()
+    if cuda:
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

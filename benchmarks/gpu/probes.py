@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,11 +17,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from figures import figure
+from figures import figure, note
 
 STEPS = 500
 BUCKETS = 4
-LIMIT_S = 14.0
+LIMIT_S, LEAST_S = 14.0, 4.0  # of a question
 DEVICE_LAUNCH = 4  # cudaGraphInstantiateFlagDeviceLaunch
 UPLOAD = 2  # cudaGraphInstantiateFlagUpload
 KERNELS = r"""
@@ -154,16 +155,20 @@ def conditional_node(graph: Any, handle: Any, kind: Any, size: int, after: list[
     return list(node.conditional.phGraph_out)
 
 
-def ask_nodes() -> None:
-    """Which kinds of nodes a captured step has: device launch allows kernels and copies only."""
+def kinds_of(graph: Any) -> Counter[str]:
+    """How many nodes of each kind a graph has."""
     from cuda.bindings import runtime
 
-    graph = Steps().graphs[0].raw_cuda_graph()
     _, count = check(runtime.cudaGraphGetNodes(graph))
     nodes, _ = check(runtime.cudaGraphGetNodes(graph, count))
-    kinds = Counter(str(check(runtime.cudaGraphNodeGetType(node))) for node in nodes[:count])
-    for kind, times in kinds.items():
-        figure(f"nodes of a captured step, {kind.rsplit('NodeType', 1)[-1]}", times)
+    kinds = (str(check(runtime.cudaGraphNodeGetType(node))) for node in nodes[:count])
+    return Counter(kind.rsplit("NodeType", 1)[-1] for kind in kinds)
+
+
+def ask_nodes() -> None:
+    """Which kinds of nodes a captured step has: device launch allows kernels and copies only."""
+    for kind, times in kinds_of(Steps().graphs[0].raw_cuda_graph()).items():
+        figure(f"nodes of a captured step, {kind}", times)
 
 
 def ask_host() -> None:
@@ -225,6 +230,9 @@ def ask_while() -> None:
 
 def ask_flags() -> None:
     """How fast CPU and GPU signal each other (flags.cu)."""
+    if shutil.which("nvcc") is None:
+        note("nvcc is not installed: the flags between CPU and GPU were not timed")
+        return
     source = Path(__file__).with_name("flags.cu")
     with tempfile.TemporaryDirectory() as folder:
         program = f"{folder}/flags"
@@ -233,7 +241,71 @@ def ask_flags() -> None:
         subprocess.run([program], check=True)
 
 
+def ask_step() -> None:
+    """Which kinds of nodes a decode step of a model has, a layer of it."""
+    import torch
+    from leases import Rows
+    from shapes import random_decoder, shape
+
+    from weft.exec.device import CudaDevice, Replay
+    from weft.kernels.ops import select_ops
+
+    graphs: list[Any] = []
+
+    class Recording(CudaDevice):
+        """Keeps the graphs that it captures."""
+
+        def capture(self, body: Replay) -> Replay:
+            with self.work():
+                body()
+            self._stream.synchronize()
+            graph = torch.cuda.CUDAGraph(keep_graph=True)
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                body()
+            graphs.append(graph)
+            graph.instantiate()
+            return graph.replay
+
+    device = Recording("cuda:0")
+    ops = select_ops("cuda:0", "bfloat16", "auto")
+    with torch.inference_mode():
+        spec = shape("qwen2.5-7b", 64, layers=1)
+        decoder = random_decoder(spec, torch.bfloat16, device.where, ops, "fp8")
+    Rows(decoder, device, 128, 4)
+    kinds = sum((kinds_of(graph.raw_cuda_graph()) for graph in graphs), Counter())
+    for kind, times in kinds.items():
+        figure(f"nodes of all captured steps of a layer of Qwen2.5-7B in FP8, {kind}", times)
+
+
+def ask_dependent() -> None:
+    """What a small kernel costs in a captured chain, and with programmatic dependent launch."""
+    import torch
+    from dependent import chain
+
+    for depends in (False, True):
+        length = 200
+        run, right = chain(length, depends=depends)
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        graph.replay()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(10):
+            graph.replay()
+        torch.cuda.synchronize()
+        took = (time.perf_counter() - start) / 10 / length * 1e6
+        if not right():
+            raise RuntimeError("a kernel has not waited for the one before it")
+        how = "with dependent launch" if depends else "one after the other"
+        figure(f"small kernel in a captured chain, {how}", took, "us")
+
+
 QUESTIONS = {
+    "step": ask_step,
+    "dependent": ask_dependent,
     "nodes": ask_nodes,
     "host": ask_host,
     "tail": ask_tail,
@@ -245,16 +317,22 @@ QUESTIONS = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ask", choices=QUESTIONS, help="one question, in this process")
+    parser.add_argument("--seconds", type=float, default=100.0, help="for all questions")
     options = parser.parse_args()
     if options.ask:
         QUESTIONS[options.ask]()
         return 0
-    unanswered = 0
+    unanswered, deadline = 0, time.perf_counter() + options.seconds
     for name in QUESTIONS:
+        left = min(LIMIT_S, deadline - time.perf_counter())
+        if left < LEAST_S:
+            note(f"no time left to ask '{name}'")
+            continue
         try:
-            subprocess.run([sys.executable, __file__, "--ask", name], check=True, timeout=LIMIT_S)
+            subprocess.run([sys.executable, __file__, "--ask", name], check=True, timeout=left)
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            print(f"no answer to '{name}': {error}", flush=True)
+            ended = "too long" if isinstance(error, subprocess.TimeoutExpired) else "an error"
+            note(f"no answer to '{name}': {ended}")
             unanswered += 1
     return int(unanswered > 0)
 

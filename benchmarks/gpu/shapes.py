@@ -52,11 +52,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
 DEVIATION = 0.02  # of the weights, as models are initialised
 
 
-def shape(name: str, max_model_len: int) -> ModelSpec:
-    """The spec of a shape. Raises SystemExit for an unknown name."""
+def shape(name: str, max_model_len: int, layers: int | None = None) -> ModelSpec:
+    """The spec of a shape, with fewer layers if so many are given.
+
+    Raises:
+        SystemExit: an unknown name.
+    """
     if name not in CONFIGS:
         raise SystemExit(f"no shape is called {name}; they are: {', '.join(CONFIGS)}")
-    return spec_from_config(CONFIGS[name], max_model_len)
+    fewer = {} if layers is None else {"num_hidden_layers": layers}
+    return spec_from_config(CONFIGS[name] | fewer, max_model_len)
 
 
 def random_decoder(

@@ -1,15 +1,7 @@
-"""Makes the modules of ``benchmarks/gpu`` importable."""
+"""Makes the modules of ``benchmarks/gpu`` importable, and ``report``, which they use."""
 
 import sys
 from pathlib import Path
 
-import pytest
-
-PARTS = str(Path(__file__).parents[2] / "benchmarks" / "gpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _modules():
-    sys.path.insert(0, PARTS)
-    yield
-    sys.path.remove(PARTS)
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path += [str(BENCHMARKS / "gpu"), str(BENCHMARKS)]

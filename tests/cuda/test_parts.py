@@ -1,0 +1,295 @@
+"""The parts of the checks on a GPU: they run, on the CPU with tiny shapes, and need little."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+from parts import OUT, PARTS, ROOT
+
+import where
+from depth import deep
+
+
+def test_a_gpu_that_is_not_there_is_an_error_not_a_skip():
+    if where.THERE:
+        device, words = "gpu", "WEFT_TEST_DEVICE is 'gpu'; it must be cpu or cuda"
+    else:
+        device, words = "cuda", "WEFT_TEST_DEVICE is cuda, but this machine has no NVIDIA GPU"
+    environment = {**os.environ, "WEFT_TEST_DEVICE": device, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-m", "pytest", "-q", "tests/gpu"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert words in done.stderr
+
+
+# What the machines with GPUs, which have no network, lack of weft's own requirements.
+# Python imports it by its name when it starts.
+ABSENT = """
+import sys
+
+class Absent:
+    names = {
+        "anthropic", "compressed_tensors", "fastokens", "gguf", "httptools", "jsonschema",
+        "llguidance", "msgspec", "openai", "opentelemetry", "orjson", "pydantic", "schemathesis",
+        "setproctitle", "starlette", "trustme", "uvicorn",
+    }
+
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in self.names:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+"""
+
+
+def run_without(tmp_path: Path, *command: str, **variables: str) -> str:
+    """What a command prints where packages are missing that it must not need."""
+    (tmp_path / "sitecustomize.py").write_text(ABSENT)
+    path = os.pathsep.join([str(ROOT / "src"), str(tmp_path), str(ROOT / "benchmarks" / "gpu")])
+    environment = {**os.environ, "PYTHONPATH": path, **variables}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_parts_need_no_package_that_machines_with_gpus_lack(tmp_path):
+    """The other modules of the parts run below, and this one in the deep tests."""
+    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "pytest_timeout"]
+    alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    every = ("tests/triton", "tests/gpu", "-k", "as_it_is_served")  # all are imported
+    assert "1 passed" in run_without(tmp_path, *pytest, *every, **alone)
+    run_without(tmp_path, sys.executable, "-c", "import probes, transformers_decode")
+
+
+def test_packages_that_machines_with_gpus_lack_are_not_found(tmp_path):
+    code = "import importlib.util as u; print(u.find_spec('uvicorn'))"
+    with pytest.raises(AssertionError, match="No module named 'uvicorn'"):
+        run_without(tmp_path, sys.executable, "-c", code)
+
+
+def figures_of(told: str) -> dict[str, float | str]:
+    lines = (json.loads(line) for line in told.splitlines() if line.startswith("{"))
+    return {each["name"]: each["value"] for each in lines if "name" in each}
+
+
+# What some parts must find with tiny shapes; all others just have to run.
+FOUND = {
+    "smoke": [
+        "FP8 product, 300 rows: error",
+        *(f"attention, {kv} KV, 40 new tokens a row: error" for kv in ("bf16", "fp8", "int8")),
+    ],
+    "warm": ["tiny none, 4 rows of 4 tokens: first step"],
+    "decode": ["tiny bf16, batch 2: decode"],
+    "sweep": [
+        "tiny FP8 products of a layer, 70 rows, Triton",
+        *(f"tiny decode attention, {kv}, context 40, batch 3" for kv in ("bf16", "fp8", "int8")),
+        "tiny decode splits of 256, bf16, context 40, batch 3",
+        "sampling 3 x 200, greedy",
+    ],
+    "lanes": ["tiny bf16, batch 2, 3 rows of the host: step with them"],
+    "overlap": ["tiny bf16, batch 2, 3 rows of the host: step with them in another one"],
+    "leases": ["tiny bf16, batch 2: steps replayed"],
+}
+NOTHING = {
+    "smoke": [
+        "sampling: tokens that differ from the reference",
+        "captured steps: tokens that differ from uncaptured ones",
+    ],
+    "leases": ["tiny bf16, batch 2: tokens of steps replayed that differ"],
+}
+DRY = {each.name: each for each in PARTS if each.dry and each.name != "tests"}
+
+
+@pytest.mark.parametrize("name", DRY)
+def test_parts_run_with_tiny_shapes(name, tmp_path):
+    """On the CPU, kernels in the interpreter: that all is called as it is."""
+    command = [word.replace(OUT, str(tmp_path)) for word in DRY[name].dry]
+    empty = {"TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path / "none")}
+    found = figures_of(run_without(tmp_path, *command, **empty))
+    assert set(FOUND.get(name, [])) <= found.keys()
+    assert all(found[each] == 0 for each in NOTHING.get(name, []))
+
+
+def test_what_parts_must_find_is_of_parts():
+    assert FOUND.keys() | NOTHING.keys() <= DRY.keys()
+
+
+def test_every_product_and_prompt_of_the_sweep_can_be_measured(monkeypatch, capsys):
+    """With the shortest clock: those that a dry run has no time for."""
+    import torch
+
+    import interpreted
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # and not for other tests
+    interpreted.prepare()
+    import sweep
+
+    monkeypatch.setattr(sweep, "clock_of", lambda _: lambda call, copies: call(copies - 1) or 1.0)
+    model, device = sweep.QUICK.models[0], torch.device("cpu")
+    tuning = sweep.find_tuning("auto", device)
+    kinds = sweep.prefill_trials, sweep.other_product_trials
+    for kind in kinds:
+        every = kind(sweep.QUICK, model, device, tuning, sweep.Peaks())
+        assert sweep.measure(every, device, float("inf")) == 0
+    found = figures_of(capsys.readouterr().out)
+    assert "tiny prefill attention, bf16, 24 tokens" in found
+    assert "tiny FP8 products of a layer, prefill, 80 rows" in found
+    assert "tiny bf16 output head, 70 rows" in found
+
+
+def test_a_figure_that_cannot_be_measured_stops_no_other(capsys):
+    import sweep
+    import torch
+
+    def fail():
+        raise ValueError("no such shape")
+
+    every = [
+        sweep.Trial("bad", fail, lambda _: None),
+        sweep.Trial("good", lambda: (lambda _: None, 1), lambda _: sweep.figure("good", 1)),
+    ]
+    assert sweep.measure(iter(every), torch.device("cpu"), float("inf")) == 1
+    told = capsys.readouterr().out
+    assert '{"note": "bad: ValueError: no such shape"}' in told
+    assert figures_of(told) == {"good": 1}
+    assert sweep.measure(iter(every), torch.device("cpu"), 0.0) == 0
+    assert "no time left for 2 of the sweep's figures" in capsys.readouterr().out
+
+
+def test_a_batch_that_fails_stops_no_other(monkeypatch, capsys):
+    import decode
+
+    measured = []
+
+    def measure(_, batch, *__):
+        measured.append(batch)
+        if batch == 1:
+            raise RuntimeError("no memory for it")
+
+    monkeypatch.setattr(decode, "measure", measure)
+    words = ["decode.py", "--device", "cpu", "--model", "tiny", "--batch", "2,1,3"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert decode.main() == 1
+    assert measured == [2, 1, 3]
+    assert "tiny, batch 1: RuntimeError: no memory for it" in capsys.readouterr().out
+
+
+def test_what_misses_its_goal_leaves_a_trace(monkeypatch, tmp_path):
+    import decode
+    from goals import Goal
+
+    monkeypatch.setattr(decode, "goal_of", lambda name: Goal("decode", name, 1e12, "more"))
+    words = ["decode.py", "--device", "cpu", "--model", "tiny", "--batch", "2", "--output", "4"]
+    monkeypatch.setattr(sys, "argv", [*words, "--traces", str(tmp_path)])
+    assert decode.main() == 0
+    (trace,) = tmp_path.iterdir()
+    assert trace.name == "tiny_bf16_batch_2.json.gz"
+    assert "traceEvents" in json.loads(gzip.decompress(trace.read_bytes()))
+
+
+def test_counters_are_read_from_the_profilers_table(capsys):
+    import counters
+
+    text = (
+        "==PROF== Connected\n"
+        '"ID","Kernel Name","gpu__time_duration.sum","launch__registers_per_thread"\n'
+        '"","","us","register/thread"\n'
+        '"0","gemm","1,234.5","168"\n'
+        '"1","decode_kernel","n/a","255"\n'
+    )
+    assert counters.tell("1 row", text) == 2
+    assert figures_of(capsys.readouterr().out) == {
+        "1 row, 1. gemm: time": 1234.5,
+        "1 row, 1. gemm: registers": 168.0,
+        "1 row, 2. decode_kernel: registers": 255.0,
+    }
+    assert counters.tell("1 row", "==ERROR== ERR_NVGPUCTRPERM") == 0
+
+
+def test_failures_are_told_when_they_happen(tmp_path):
+    (tmp_path / "test_some.py").write_text(
+        "import os\n"
+        "def test_bad(): assert 1 == 2\n"
+        "def test_end(): os._exit(3)\n"  # as a part whose time is up
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tell_failures", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "benchmarks" / "gpu")}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.returncode == 3
+    assert '{"note": "failed: test_some.py::test_bad: assert 1 == 2"}' in done.stdout
+
+
+def test_compiled_kernels_are_packed_in_pieces(tmp_path, monkeypatch, capsys):
+    import pack
+
+    cache, out = tmp_path / "cache", tmp_path / "out"
+    (cache / "KEY").mkdir(parents=True)
+    out.mkdir()
+    (cache / "KEY" / "gemm.cubin").write_bytes(os.urandom(5000))
+    (cache / "KEY" / "gemm.ttir").write_text("is not loaded")
+    (out / "triton-cache.tar.gz.07").write_text("of an earlier run")
+    monkeypatch.setattr(pack, "PIECE_BYTES", 2000)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+    monkeypatch.setattr(sys, "argv", ["pack.py", "--out", str(out)])
+    pack.main()
+    pieces = sorted(out.iterdir())
+    assert [piece.stat().st_size for piece in pieces[:2]] == [2000, 2000]
+    with tarfile.open(fileobj=io.BytesIO(b"".join(each.read_bytes() for each in pieces))) as found:
+        assert found.getnames() == ["KEY/gemm.cubin"]
+    assert figures_of(capsys.readouterr().out)["compiled kernels"] == 1
+
+
+def test_a_build_names_what_is_missing(monkeypatch, capsys):
+    import build
+
+    monkeypatch.setattr(build, "missing_tools", lambda: ["cmake", "nanobind"])
+    monkeypatch.setattr(build, "there", lambda: True)
+    build.main()
+    assert "not built, as there is no cmake, nanobind" in capsys.readouterr().out
+    monkeypatch.setattr(build, "there", lambda: False)
+    with pytest.raises(SystemExit, match="cannot build the native parts without cmake, nanobind"):
+        build.main()
+
+
+def test_a_way_that_takes_too_long_stops_no_other():
+    script = str(ROOT / "benchmarks" / "gpu" / "leases.py")
+    command = [sys.executable, script, "--limit", "0.01"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 1
+    told = [line.split(":")[0] for line in done.stdout.splitlines() if "timed out" in line]
+    assert told == ["steps replayed", "steps looping", "steps resident"]
+
+
+@deep
+def test_transformers_is_measured(tmp_path):
+    script = str(ROOT / "benchmarks" / "gpu" / "transformers_decode.py")
+    tiny = ("--device", "cpu", "--model", "tiny", "--batch", "3", "--steps", "4")
+    told = run_without(tmp_path, sys.executable, script, *tiny, "--ways", "eager,continuous")
+    assert list(figures_of(told)) == [
+        "tiny bf16, batch 3: transformers, eager",
+        "tiny bf16, batch 3: transformers, continuous batching",
+    ]
+
+
+def test_a_profile_names_the_kernels_that_took_most():
+    from decode import Span, idle_share, profile_of
+
+    spans = [
+        Span("void cutlass::device_kernel<int, 4>(float*)", 0.0, 6.0),
+        Span("gemm", 6.0, 8.0),
+        Span("gemm", 8.0, 9.0),
+        Span("Memcpy HtoD (Pinned -> Device)", 10.0, 11.0),
+    ]
+    assert profile_of(spans) == [
+        ("cutlass::device_kernel", 0.6, 1), ("gemm", 0.3, 2), ("Memcpy HtoD", 0.1, 1)
+    ]  # fmt: skip
+    assert idle_share(spans) == pytest.approx(1 / 11)
