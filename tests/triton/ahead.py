@@ -1,9 +1,10 @@
 """Compiles the kernels that host functions launch, for a GPU that is absent.
 
-``python ahead.py MODULE.FUNCTION CAPABILITY [ARGUMENT ...]`` calls a function of a module of this
-folder with the capability (90 for sm_90) and the arguments. The function calls host functions with
-plain CPU tensors. For each kernel that these launch, what it needs of the GPU is printed as a line
-of JSON; nothing runs. Triton must not interpret then, so tests call ``compiled``.
+``python ahead.py [--first] MODULE.FUNCTION CAPABILITY [ARGUMENT ...]`` calls a function of a module
+of this folder with the capability (90 for sm_90) and the arguments. The function calls host
+functions with plain CPU tensors. For each kernel that these launch, what it needs of the GPU is
+printed as a line of JSON; nothing runs. With ``--first`` only the first launch of each kernel is
+compiled. Triton must not interpret then, so tests call ``compiled``.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Compiled:
     """A kernel as one launch specialises it."""
 
     kernel: str
+    file: str  # of its source
     constants: dict[str, str]
     warps: int
     stages: int
@@ -39,16 +41,29 @@ class Compiled:
     spilled_bytes: int  # of a thread
     wgmma: bool  # Hopper's products of whole warp groups are used
     mma: bool  # products of warps are used
+    tcgen05: bool  # Blackwell's products with their own memory are used
+
+    @property
+    def units(self) -> str:
+        """What multiplies matrices, empty if nothing does."""
+        return next((name for name in ("tcgen05", "wgmma", "mma") if getattr(self, name)), "")
 
 
-def compiled(function: str, capability: int, *arguments: str) -> list[Compiled]:
+def compiled(
+    function: str, capability: int, *arguments: str, first: bool = False
+) -> list[Compiled]:
     """Call ``module.function`` in a process of its own, without Triton's interpreter.
 
     Equal calls of equal kernels compile once: see ``builds``.
+
+    Args:
+        first: compile only the first launch of each kernel.
     """
     import builds  # for tests, not for the process that compiles
 
-    command = [sys.executable, str(HERE / "ahead.py"), function, str(capability), *arguments]
+    options = ["--first"] if first else []
+    command = [sys.executable, str(HERE / "ahead.py"), *options, function, str(capability)]
+    command += arguments
 
     def make(target: Path) -> None:
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -77,7 +92,7 @@ class _Absent:
         return device
 
 
-def _main(name: str, capability: int, *arguments: str) -> None:
+def _main(name: str, capability: int, *arguments: str, first: bool = False) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
@@ -86,10 +101,13 @@ def _main(name: str, capability: int, *arguments: str) -> None:
     triton.runtime.driver.set_active(_Absent(GPUTarget("cuda", capability, 32)))
     triton.knobs.compilation.always_compile = True  # else there is no log
     triton.knobs.nvidia.dump_ptxas_log = True
-    seen = set()
+    seen, names = set(), set()
 
     def getitem(self: Any, grid: Any) -> Any:
         def launch(*args: Any, **kwargs: Any) -> None:
+            if first and self.__name__ in names:
+                return
+            names.add(self.__name__)
             log = io.StringIO()
             with contextlib.redirect_stdout(log):
                 kernel = self.run(*args, grid=grid, warmup=True, **kwargs)
@@ -110,6 +128,7 @@ def _describe(function: Any, kernel: Any, kwargs: dict[str, Any], log: str) -> C
     ptx = kernel.asm["ptx"]
     return Compiled(
         kernel=function.__name__,
+        file=Path(function.fn.__code__.co_filename).name,
         constants={k: str(v) for k, v in kwargs.items() if k.isupper()},
         warps=kernel.metadata.num_warps,
         stages=kernel.metadata.num_stages,
@@ -118,8 +137,12 @@ def _describe(function: Any, kernel: Any, kwargs: dict[str, Any], log: str) -> C
         spilled_bytes=spilled,
         wgmma="wgmma" in ptx,
         mma="mma.sync" in ptx,
+        tcgen05="tcgen05.mma" in ptx,
     )
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
+    words = sys.argv[1:]
+    if first := words[0] == "--first":
+        del words[0]
+    _main(words[0], int(words[1]), *words[2:], first=first)

@@ -8,7 +8,8 @@ from weft.kernels.interface import AttentionMetadata
 from weft.kernels.kv_storage import KV_DTYPES, row_size
 from weft.kernels.triton import attention
 
-SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}  # bytes of a block (CUDA guide, table 30)
+# Bytes of a block (CUDA guide, table 30).
+SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 BLOCK = 16
 SIZES = ["4x64", "4x128", "4x256", "4x512", "1x80", "1x96", "7x128", "16x192", "71x64"]
 LIMITED = ["2x128/4096/50", "2x256/4096/50"]  # a window and a soft cap, as Gemma 2 has them
