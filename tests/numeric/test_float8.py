@@ -19,7 +19,7 @@ from test_quantize import loaded_weights
 from torch import Tensor
 
 from weft.core.config import EngineConfig
-from weft.core.errors import CheckpointError, ConfigError, KernelError, UnsupportedModelError
+from weft.core.errors import CheckpointError, ConfigError, UnsupportedModelError
 from weft.engine.info import collect_info
 from weft.engine.model import find_model
 from weft.kernels.float8 import E4M3, linear, round_rows
@@ -228,25 +228,19 @@ def test_numbers_that_were_cut_off_are_told(original, tmp_path, caplog) -> None:
     )
 
 
-def test_kernels_without_fp8_say_so(original, tmp_path) -> None:  # noqa: F811
+def test_the_reference_keeps_fp8_as_it_is_stored(original, tmp_path) -> None:  # noqa: F811
     stored(tmp_path, original, "channel", "token")
-    with pytest.raises(KernelError, match=r"fp8.*do not compute"):
-        find_model(EngineConfig(model=str(tmp_path)))
     info = collect_info(EngineConfig(model=str(tmp_path), kernels="reference"))
     assert (
         info["kernels"]["linear"]["kernel"]
         == "torch, float-quantized fp8, a scale a channel weights"
     )
-    with pytest.raises(CheckpointError, match="do not compute"):
-        load(tmp_path, kernels="cpu")
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "weight_block_size": {"quant_method": "fp8", "weight_block_size": [128, 128]},
-    "kv_cache_scheme": compressed_config("channel", "token") | {"kv_cache_scheme": {"num_bits": 8}},
     "strategy": {
         **compressed_config("channel", "token"),
-        "config_groups": {"a": {**scheme_of("block", "token")}},
+        "config_groups": {"a": {**scheme_of("group", "token")}},
     },
 }
 

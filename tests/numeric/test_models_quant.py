@@ -293,7 +293,6 @@ def test_a_group_size_that_does_not_fit_is_named(original, tmp_path) -> None:
 
 CONTRADICTIONS = {
     "two groups": {"config_groups": {"a": {"targets": ["Linear"]}, "b": {"targets": ["Linear"]}}},
-    "kv scheme": {"kv_cache_scheme": {"num_bits": 8}},
     "sparse": {"sparsity_config": {"format": "sparse-24-bitmask"}},
     "float": {"format": "nvfp4-pack-quantized"},
     "unknown": {"twist": 3},

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
+from coded_weights import drawn_weight
 from launch_attention import SHARED
 from weights import make
 
-from weft.kernels.triton import fp8, matrix
+from weft.kernels.triton import coded, fp8, matrix
+from weft.kernels.triton.coded_matrix import TILE, CodedMatrix
 from weft.kernels.triton.matrix import TritonMatrix
 from weft.kernels.triton.moe import moe
 from weft.kernels.tuning import Heuristic
@@ -14,20 +16,36 @@ from weft.kernels.tuning import Heuristic
 OUTPUTS, INPUTS = 4608, 3584  # projections of Qwen2.5-7B
 EXPERTS, TOP_K, HIDDEN, INNER = 128, 8, 2048, 768  # of Qwen3-30B-A3B
 KINDS = ("bfloat16", "float32", "fp8", "fp8 weights", "int8")
-EVERY = [f"{op}/{kind}/{rows}" for op in ("gemm", "moe") for kind in KINDS for rows in (8, 64, 300)]
+CODED = ("int4 by 32", "int4 by 128, zeros", "int8 by 64", "int4 by row, zeros", "mxfp4")
+CODED += ("e4m3 by 128", "e4m3 weights by 64")
+EVERY = [
+    f"{op}/{kind}/{rows}"
+    for op in ("gemm", "moe")
+    for kind in (*KINDS, *CODED)
+    for rows in (8, 64, 300)
+]
 
 
 def launch(capability: int, *cases: str) -> None:
     """Launch cases such as ``gemm/fp8/64``: op, kind of weights, rows; none for all of them."""
-    matrix.has_fp8 = fp8.has_fp8 = lambda _: capability >= 89
+    matrix.has_fp8 = fp8.has_fp8 = coded.has_fp8 = lambda _: capability >= 89
     tuning = Heuristic(132, SHARED[capability])
     for case in cases or EVERY:
         op, kind, rows = case.split("/")
         (gemm if op == "gemm" else experts)(kind, int(rows), tuning)
 
 
-def of_size(kind: str, shape: tuple[int, ...], tuning: Heuristic, parameter: str) -> TritonMatrix:
+def of_size(
+    kind: str, shape: tuple[int, ...], tuning: Heuristic, parameter: str
+) -> TritonMatrix | CodedMatrix:
     """A matrix of one number, in a shape: more is not read."""
+    if kind in CODED:
+        few, _ = drawn_weight(kind, (*(1,) * (len(shape) - 2), 6, 264), tuning, parameter=parameter)
+        few._sizes = shape
+        pieces, *experts = few.form.pieces(shape[-1]), *shape[:-2]
+        tiles = (*experts, -(-shape[-2] // TILE), pieces, TILE, few.form.row_bytes)
+        few.codes = few.codes.flatten()[:1].expand(tiles)
+        return few
     made = make(kind, torch.ones(*(1,) * (len(shape) - 2), 6, 8), tuning, parameter)
     made.values = made.values.flatten()[:1].expand(shape)
     return made

@@ -39,6 +39,7 @@ def make(kind: str, weight: Tensor, tuning, parameter: str = "down") -> TritonMa
     made = matrix.quantised(
         parameter, weight.shape, dtype_name(dtype), storage, device=weight.device, tuning=tuning
     )
+    assert isinstance(made, TritonMatrix)
     places = zip(made, weight, strict=True) if weight.dim() == 3 else [(made, weight)]
     for one, rows in places:
         one.write(0, rows[:5])

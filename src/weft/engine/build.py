@@ -427,6 +427,7 @@ def _scheduler(
 def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:
     """Describe a built engine for the request plane."""
     model, resolved = engine.model, engine.resolved
+    stored = stored_weights(config, model.spec, model.dtype, model.device)
     groups = zip(model.facts.groups, resolved.group_blocks, strict=True)
     return ServedModel(
         name=config.model,
@@ -463,7 +464,7 @@ def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:
         executor=describe_executor(engine.executor),
         overlaps=engine.executor.overlaps,
         kept_weights="" if engine.kept is None else engine.kept.state,
-        weights=stored_weights(config, model.spec).get("linear", model.dtype),
+        weights=stored.get("linear", model.dtype),
         start_s=engine.start_s,
         profile_key=asdict(profile_key(config, model)),
         versions={

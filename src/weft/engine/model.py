@@ -85,7 +85,7 @@ def find_model(config: EngineConfig, returning_bytes: int = 0, rank: int = 0) ->
     rank_spec = shard_spec(spec, ranks)
     device = pick_device(config.device, rank, ranks)
     dtype = _choose_dtype(config, spec.dtype, device)
-    storage = stored_weights(config, spec)
+    storage = stored_weights(config, spec, dtype, device)
     try:
         ops = select_ops(device, dtype, config.kernels, storage, config.tuning)
     except KernelUnavailable as error:
@@ -105,7 +105,7 @@ def find_model(config: EngineConfig, returning_bytes: int = 0, rank: int = 0) ->
     facts = Facts(
         max_position_embeddings=spec.max_position_embeddings,
         weight_bytes=weight_bytes(
-            spec, dtype, config.quantize, config.quantize_group, Shard(0, ranks)
+            spec, dtype, config.quantize, config.quantize_group, Shard(0, ranks), ops.computes
         ),
         available_bytes=_free_memory(device, ranks, returning_bytes),
         groups=tuple(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, KernelError
 from weft.core.kv_types import KV_TYPES
+from weft.kernels.codes import CodeForm
 from weft.kernels.interface import OpTable
-from weft.kernels.storage import MULTIPLIED
+from weft.kernels.storage import MULTIPLIED, computed_as
 from weft.kernels.tuning import DECODE, PREFILL, LaunchShape, Pinned, kind_of, kv_kind, op_of
 from weft.kernels.unavailable import KernelUnavailable
 from weft.models.families import FAMILIES
@@ -15,40 +16,46 @@ from weft.models.parameter import Parameter
 from weft.models.shard import Shard, cut, shard_spec
 from weft.models.spec import ModelSpec
 
+LARGE = 1 << 20  # inputs, more than any group has
 KERNELS_OF = {"cpu": "the kernels of a CPU", "triton": "the kernels of a GPU"}  # by their name
 
 
-def stored_weights(config: EngineConfig, spec: ModelSpec) -> dict[str, str]:
+def stored_weights(
+    config: EngineConfig, spec: ModelSpec, dtype: str, device: str
+) -> dict[str, str]:
     """Storage formats of the ops' weights that are not floats.
 
     Raises:
         ConfigError: the weights are to be rounded, but are stored as integers already.
     """
-    if spec.stored_weights is not None:
+    stored = spec.stored_weights
+    if stored is not None and (config.quantize == "none" or not stored.is_float):
         if config.quantize != "none":
             raise ConfigError(
-                f"The checkpoint is quantised already ({spec.stored_weights}); leave quantize out.",
+                f"The checkpoint is quantised already ({stored}); leave quantize out.",
                 param="quantize",
             )
-        ops = ("linear", "moe") if spec.stored_weights.is_float else ("linear",)
-        return dict.fromkeys(ops, str(spec.stored_weights))
+        words = str(stored)
+        if stored.is_float and device == "cpu" and config.kernels in ("auto", "cpu"):
+            kept = computed_as(stored.storage(LARGE), lambda storage: storage.format == "int")
+            words = f"{kept or dtype} (stored as {stored})"
+        return dict.fromkeys(("linear", "moe"), words)
     layer, head = (
         storage_of(name, config.quantize, config.quantize_group) for name in ("down", "lm_head")
     )
     if layer is None:
         return {}
-    stored = {"linear": str(layer), "moe": str(layer)}
+    found = {"linear": str(layer), "moe": str(layer)}
     if head is None:
-        return stored
-    stored["logits"] = str(head)
-    return stored | ({"embedding": str(head)} if spec.tied_embeddings else {})
+        return found
+    found["logits"] = str(head)
+    return found | ({"embedding": str(head)} if spec.tied_embeddings else {})
 
 
 def check_storage(config: EngineConfig, spec: ModelSpec, ops: OpTable) -> None:
-    """Check that there are kernels for the storage formats of weights and KV.
+    """Check that there are kernels for the storage formats of rounded weights and of KV.
 
     Raises:
-        KernelError: there are none for those of the checkpoint.
         ConfigError: there are none for what they are to be rounded to, or the family loses its
             accuracy with such KV.
     """
@@ -59,18 +66,9 @@ def check_storage(config: EngineConfig, spec: ModelSpec, ops: OpTable) -> None:
     if missing:
         raise ConfigError(
             f"quantize is {config.quantize}, but {kernels} do not compute with {missing[0]}: those "
-            "of a CPU do with int8 and int4, those of a GPU with fp8 and int8, and those of "
+            "of a CPU do with int8 and int4, those of a GPU with fp8, int8 and int4, and those of "
             "kernels='reference' with fp8, slowly. These two need torch: the extra weft[cuda].",
             param="quantize",
-        )
-    stored = None if ops.widens else spec.stored_weights
-    kept = [stored_as(stored, parameter) for parameter in parameters(spec)] if stored else []
-    missing = [storage for storage in kept if storage is not None and not ops.computes(storage)]
-    if missing:
-        raise KernelError(
-            f"The checkpoint is quantised ({stored}), and {kernels} do not compute with "
-            f"{missing[0]}; a GPU may, and kernels='reference' does (slow): both need torch, which "
-            "is the extra weft[cuda]."
         )
     unsound = FAMILIES[spec.family].unsound_kv
     if config.kv_dtype in unsound:
@@ -167,8 +165,10 @@ def _kind(
     config: EngineConfig, spec: ModelSpec, dtype: str, name: str, parameter: Parameter
 ) -> str:
     storage = storage_of(name, config.quantize, config.quantize_group)
-    if spec.stored_weights is not None:
+    if storage is None and spec.stored_weights is not None:
         storage = stored_as(spec.stored_weights, parameter)
     if storage is None:
         return kind_of(dtype, None, False)
+    if (form := CodeForm.of(storage)) is not None:
+        return form.kind(dtype)
     return kind_of(dtype, storage.format, storage.format != "int" and storage.inputs != "float")

@@ -1,4 +1,4 @@
-"""Weights in FP8 E4M3 with one scale per output, and activations rounded to FP8 row by row.
+"""Weights in FP8 E4M3 with scales per output or per group of inputs, and activations in FP8.
 
 Plain torch: what checkpoints in FP8 are read into, what ``kernels=reference`` computes with, and
 the reference of the GPU kernels' tests. E4M3 (Micikevicius et al. 2022): 4 bits of exponent
@@ -23,8 +23,6 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of E4M3
 SMALLEST = 2.0**-100  # rows of smaller numbers are stored as zeros, as in ``kv_storage``
 PHASES = 8  # scales that are tried for each output of a weight
-NOT_A_NUMBER = 0x7F  # the bits of it, beside the sign
-SATURATED = 0x7E  # the bits of ``LARGEST``
 
 
 @dataclass(frozen=True)
@@ -69,6 +67,19 @@ def round_rows(x: Tensor, scale: Tensor | None = None) -> Rounded:
     return Rounded(codes, torch.where(finite, scales, float("nan")))
 
 
+def round_groups(x: Tensor, group: int) -> Rounded:
+    """Round x [T, K] to FP8, each group of a row as ``round_rows`` rounds a row.
+
+    Returns:
+        codes [T, K], and scales [T, K / group rounded up].
+    """
+    rows, inputs = x.shape
+    padded = functional.pad(x.float(), (0, -inputs % group))
+    rounded = round_rows(padded.reshape(-1, group))
+    codes = rounded.codes.view(torch.uint8).reshape(rows, -1)[:, :inputs]
+    return Rounded(codes.contiguous().view(E4M3), rounded.scales.reshape(rows, -1))
+
+
 def round_weights(weight: Tensor) -> Rounded:
     """Round the outputs of a weight [N, K] to FP8, each with the best of a few scales.
 
@@ -96,16 +107,20 @@ def round_weights(weight: Tensor) -> Rounded:
 class Float8:
     """A weight w[n, k] = values[n, k] * scales[n]; experts have one more dimension in front.
 
+    With a scale for each group of inputs it is values[n, k] * scales[n, k // group].
+
     Attributes:
         values: [.., N, K] E4M3.
-        scales: [.., N] float32.
+        scales: [.., N] float32, or [.., N, K / group rounded up].
         inputs: how activations are rounded before a product: ``token`` (each row with a scale of
-            its own), ``float`` (not at all), or the scale [] float32 of all rows. Weights that
-            share their activations have one: the largest, which clamps nothing of either.
+            its own), ``group`` (each group of a row), ``float`` (not at all), or the scale []
+            float32 of all rows. Weights that share their activations have one: the largest, which
+            clamps nothing of either.
         dtype: of rows that are looked up, as in an embedding.
+        group: inputs that share a scale; None: all.
     """
 
-    __slots__ = ("dtype", "inputs", "scales", "values")
+    __slots__ = ("dtype", "group", "inputs", "scales", "values")
 
     def __init__(
         self,
@@ -113,15 +128,21 @@ class Float8:
         scales: Tensor,
         inputs: str | Tensor = "token",
         dtype: torch.dtype = torch.float32,
+        group: int | None = None,
     ) -> None:
         self.values = values
         self.scales = scales
         self.inputs = inputs
         self.dtype = dtype
+        self.group = group
 
     @classmethod
     def empty(
-        cls, shape: Sequence[int], inputs: str = "token", device: torch.device | None = None
+        cls,
+        shape: Sequence[int],
+        inputs: str = "token",
+        device: torch.device | None = None,
+        group: int | None = None,
     ) -> Float8:
         """Return a weight of zeros that ``write`` fills.
 
@@ -129,29 +150,36 @@ class Float8:
             inputs: see ``Storage.inputs``; of ``tensor`` the scale comes with what is written.
         """
         values = torch.zeros(*shape, dtype=torch.uint8, device=device).view(E4M3)
-        scales = torch.zeros(*shape[:-1], dtype=torch.float32, device=device)
+        groups = () if group is None else (-(-shape[-1] // group),)
+        scales = torch.zeros(*shape[:-1], *groups, dtype=torch.float32, device=device)
         stored = torch.zeros((), dtype=torch.float32, device=device)
-        return cls(values, scales, stored if inputs == "tensor" else inputs)
+        return cls(values, scales, stored if inputs == "tensor" else inputs, group=group)
 
     @property
     def storage(self) -> Storage:
         """Its storage format."""
         inputs = "tensor" if isinstance(self.inputs, Tensor) else self.inputs
-        return Storage(8, None, "float32", format="e4m3", inputs=inputs)
+        return Storage(8, self.group, "float32", format="e4m3", inputs=inputs)
 
     def part(self, rows: slice, columns: slice) -> Float8:
-        """Return some outputs and inputs of a weight [N, K]."""
-        return Float8(self.values[rows, columns], self.scales[rows], self.inputs)
+        """Return some outputs and inputs of a weight [N, K].
+
+        Raises:
+            ValueError: the inputs cut through a group.
+        """
+        scales = self.scales[rows]
+        if self.group is not None:
+            low, high, _ = columns.indices(self.shape[1])
+            if low % self.group or (high % self.group and high != self.shape[1]):
+                raise ValueError(f"columns {low} to {high} cut through groups of {self.group}")
+            scales = scales[:, low // self.group : -(-high // self.group)]
+        return Float8(self.values[rows, columns], scales, self.inputs, group=self.group)
 
     def reordered(self, rows: NDArray[np.int64]) -> Float8:
         """Return the weight whose output n is output ``rows[n]`` of this one."""
         order = torch.from_numpy(rows)
         values = self.values.view(torch.uint8)[order].view(self.values.dtype)
-        return Float8(values, self.scales[order], self.inputs)
-
-    def saturated(self) -> int:
-        """Return how many numbers are at the limit of E4M3, which may have cut them off."""
-        return int(((self.values.view(torch.uint8) & 0x7F) == SATURATED).sum())
+        return Float8(values, self.scales[order], self.inputs, group=self.group)
 
     @property
     def shape(self) -> torch.Size:
@@ -164,7 +192,7 @@ class Float8:
         return self.values.nbytes + self.scales.nbytes
 
     def __getitem__(self, expert: int) -> Float8:
-        return Float8(self.values[expert], self.scales[expert], self.inputs)
+        return Float8(self.values[expert], self.scales[expert], self.inputs, group=self.group)
 
     def __len__(self) -> int:
         return len(self.values)
@@ -194,7 +222,10 @@ class Float8:
 
     def dequantize(self) -> Tensor:
         """Return the weight in float32."""
-        return self.values.float() * self.scales.unsqueeze(-1)
+        if self.group is None:
+            return self.values.float() * self.scales.unsqueeze(-1)
+        scales = self.scales.repeat_interleave(self.group, -1)[..., : self.shape[-1]]
+        return self.values.float() * scales
 
 
 def stacked(parts: Sequence[Float8]) -> Float8:
@@ -203,15 +234,16 @@ def stacked(parts: Sequence[Float8]) -> Float8:
     Raises:
         ValueError: they want their activations rounded in different ways.
     """
-    kinds = {part.storage.inputs for part in parts}
+    kinds = {(part.storage.inputs, part.group) for part in parts}
     if len(kinds) > 1:
-        raise ValueError("weights with different activations cannot be stacked")
+        raise ValueError("weights with different activations or groups cannot be stacked")
     values = torch.cat([part.values.view(torch.uint8) for part in parts]).view(E4M3)
     inputs: str | Tensor = parts[0].inputs
     scales = [part.inputs for part in parts if isinstance(part.inputs, Tensor)]
     if scales:
         inputs = torch.stack(scales).amax()
-    return Float8(values, torch.cat([part.scales for part in parts]), inputs)
+    scales_of_all = torch.cat([part.scales for part in parts])
+    return Float8(values, scales_of_all, inputs, group=parts[0].group)
 
 
 def computes(storage: Storage) -> bool:
@@ -228,7 +260,7 @@ def quantised(
     device: torch.device,
 ) -> Float8:
     """Return what a parameter is written into that is stored in FP8; see ``interface.Quantise``."""
-    weight = Float8.empty(shape, storage.inputs, device)
+    weight = Float8.empty(shape, storage.inputs, device, storage.group)
     weight.dtype = getattr(torch, dtype)
     return weight
 
@@ -244,15 +276,20 @@ def linear(
         dtype: of the result; that of ``x`` if not given.
     """
     if isinstance(weight, Float8):
-        rows, matrix = rounded_inputs(x, weight.inputs), weight.dequantize()
+        rows, matrix = rounded_inputs(x, weight.inputs, weight.group), weight.dequantize()
     else:
         rows, matrix = x.float(), weight.float()
     y = functional.linear(rows, matrix, None if bias is None else bias.float())
     return y.to(dtype or x.dtype)
 
 
-def rounded_inputs(x: Tensor, inputs: str | Tensor) -> Tensor:
+def rounded_inputs(x: Tensor, inputs: str | Tensor, group: int | None = None) -> Tensor:
     """Return x [T, K] in float32 as a product with a weight of these ``Float8.inputs`` sees it."""
     if isinstance(inputs, str) and inputs == "float":
         return x.float()
+    if isinstance(inputs, str) and inputs == "group":
+        assert group is not None
+        rounded = round_groups(x, group)
+        scales = rounded.scales.repeat_interleave(group, 1)[:, : x.shape[1]]
+        return rounded.codes.float() * scales
     return round_rows(x, None if isinstance(inputs, str) else inputs).widen()

@@ -275,8 +275,8 @@ class OpTable:
     lanes: LaneOps  # of steps that can be captured
     pack: Pack
     quantise: Quantise
-    computes: Callable[[Storage], bool]  # whether with weights that are stored so
-    widens: bool  # weights that are stored in other ways become floats at load
+    # Whether with weights that are stored so; those stored in other ways are ``computed_as``.
+    computes: Callable[[Storage], bool]
     fused: Fused | None  # None: layers run op by op
     batch_invariant: bool  # a token's result depends on nothing but its own context
     names: dict[str, str] = field(repr=False)

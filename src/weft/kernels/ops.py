@@ -124,7 +124,6 @@ def _reference_ops(device: str, weights: Mapping[str, str]) -> OpTable:
         pack=partial(reference.upload, device=where),
         quantise=partial(float8.quantised, device=where),
         computes=float8.computes,
-        widens=True,
         fused=None,
         batch_invariant=False,
         names={
@@ -215,7 +214,6 @@ def _native_ops(dtype: str, weights: Mapping[str, str]) -> OpTable:
         pack=matrix.pack,
         quantise=matrix.quantised,
         computes=matrix.computes,
-        widens=False,
         packed=PackedMatrices(matrix.layout, matrix.CpuMatrix.mapped),
         fused=Fused(layer.CpuLayer, stack.CpuStack, "all in one native call", every_layer=True),
         batch_invariant=True,
@@ -304,7 +302,6 @@ def _triton_ops(device: str, dtype: str, weights: Mapping[str, str], tuning: str
         pack=partial(matrix.pack, device=where, tuning=found),
         quantise=partial(matrix.quantised, device=where, tuning=found),
         computes=matrix.computes,
-        widens=False,
         fused=Fused(
             layer.TritonLayer,
             partial(stack.TritonStack, tuning=found),

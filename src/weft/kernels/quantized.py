@@ -69,6 +69,10 @@ class Quantized:
         zeros = None if self.zeros is None else self.zeros[rows]
         return replace(self, values=self.values[rows], scales=self.scales[rows], zeros=zeros)
 
+    def with_zeros(self) -> Quantized:
+        """Return the same weight with its zero points stored."""
+        return replace(self, zeros=self._all_zeros())
+
     def dequantize(self) -> NDArray[np.float32]:
         """Return the weight [N, K] in float32."""
         zeros = self._spread(self._all_zeros())

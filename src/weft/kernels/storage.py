@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 PANEL = 64  # outputs that are packed together, see quant.hpp
@@ -12,7 +13,7 @@ MULTIPLIED = {
     *("input_gate", "input_projection", "per_layer_projection"),
 }  # the parameters of products, by the names of ``layout.parameters`` without the layer
 GATED = {"gate_up", "expert_gate_up"}  # those whose first half of outputs are gates
-SCALE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+SCALE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "e8m0": 1}
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,10 @@ class Storage:
         group: inputs that share a scale; None: all of them, and the scale is float32.
         scales: name of the dtype of grouped scales.
         zeros: zero points are stored, a byte for each scale.
-        format: ``int``, or ``e4m3`` for FP8 with a scale an output.
+        format: ``int``; ``e4m3``, which is FP8; or ``e2m1``, which is MXFP4.
         inputs: of FP8, how activations are rounded before a product: ``token`` (FP8, each row with
-            a scale of its own), ``tensor`` (FP8 with a stored scale), or ``float`` (not at all).
+            a scale of its own), ``group`` (each group of inputs of a row), ``tensor`` (FP8 with a
+            stored scale), or ``float`` (not at all).
     """
 
     bits: int
@@ -62,15 +64,31 @@ class Storage:
         grouped = "a scale an output" if self.group is None else f"groups of {self.group}"
         if self.format == "int":
             return f"int{self.bits} ({grouped})"
+        if self.format == "e2m1":
+            return f"mxfp4 ({grouped})"
         rounded = {"token": "FP8 by token", "tensor": "FP8 by a stored scale", "float": "floats"}
+        rounded["group"] = f"FP8 by groups of {self.group}"
         return f"fp8 ({grouped}, activations in {rounded[self.inputs]})"
 
     def nbytes(self, outputs: int, inputs: int, *, gated: bool = False) -> int:
         """Return the bytes of a packed matrix, padding included."""
         if self.format != "int":
-            return outputs * (inputs + SCALE_BYTES["float32"])
+            groups = 1 if self.group is None else -(-inputs // self.group)
+            return outputs * (inputs * self.bits // 8 + groups * SCALE_BYTES[self.scales])
         panels = -(-(outputs // 2) // GATED_PANEL) if gated else -(-outputs // PANEL)
         group = self.group or ACTIVATION_GROUP
         scales = SCALE_BYTES[self.scales] if self.group else 0
         block = PANEL * (scales + int(self.zeros) + group * self.bits // 8)
         return panels * (-(-inputs // group) * block + (0 if self.group else 4 * PANEL))
+
+
+def computed_as(storage: Storage, computes: Callable[[Storage], bool]) -> Storage | None:
+    """Return how kernels hold weights that are stored so: so, MXFP4 as int8, or None for floats.
+
+    Args:
+        computes: whether they multiply with codes of a storage.
+    """
+    if computes(storage):
+        return storage
+    integers = Storage(8, storage.group)  # the same numbers, see ``Float4.integers``
+    return integers if storage.format == "e2m1" and computes(integers) else None

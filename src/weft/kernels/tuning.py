@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from weft.kernels.codes import CodeForm, launch_by_rule
 from weft.kernels.unavailable import KernelUnavailable
 
 VERSION = 1
@@ -133,6 +134,10 @@ def _by_rule(device: Heuristic, shape: LaunchShape, bucket: int) -> Launch:
     Blocks are as large as registers hold the sums of; as many are loaded ahead as two programs
     have shared memory for, up to four.
     """
+    if (coded := CodeForm.parse(shape.kind)) is not None:
+        form, dtype = coded
+        kinds = {"wide": dtype == "float32", "gated": shape.op == "moe_gate_up"}
+        return launch_by_rule(form, shape.sizes, bucket, device.processors, **kinds)
     outputs, inputs = shape.sizes[-2:]
     gated = shape.op == "moe_gate_up"
     weight, row = _item_bytes(shape.kind)

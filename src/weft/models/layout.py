@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from weft.kernels.storage import GATED, Storage
+from weft.kernels.storage import GATED, Storage, computed_as
 from weft.models.parameter import Parameter, Piece, Shape
 from weft.models.quant_config import StoredWeights
 from weft.models.shard import WHOLE, Shard, cut, has_mlp
@@ -83,20 +83,27 @@ def storage_of(parameter: str, quantize: str, group: int) -> Storage | None:
 
 
 def weight_bytes(
-    spec: ModelSpec, dtype: str, quantize: str = "none", group: int = 0, shard: Shard = WHOLE
+    spec: ModelSpec,
+    dtype: str,
+    quantize: str = "none",
+    group: int = 0,
+    shard: Shard = WHOLE,
+    computes: Callable[[Storage], bool] = lambda _: True,
 ) -> int:
     """Return the bytes of all weights of a rank in memory for a dtype name such as ``bfloat16``.
 
     Args:
         quantize, group: see ``storage_of``. Of a checkpoint whose weights are stored quantised, all
             those of layers are taken to be.
+        computes: with which codes the kernels multiply: weights of others are ``computed_as``.
     """
     total = 0
     for parameter in cut(parameters(spec), spec, shard):
         tied = parameter.name == "embed" and spec.tied_embeddings
         storage = storage_of("lm_head" if tied else parameter.name, quantize, group)
-        if spec.stored_weights is not None:
-            storage = stored_as(spec.stored_weights, parameter)
+        if storage is None and spec.stored_weights is not None:
+            stored = stored_as(spec.stored_weights, parameter)
+            storage = stored and computed_as(stored, computes)
         if storage is None:
             total += DTYPE_BYTES[dtype] * math.prod(parameter.shape)
         else:
@@ -107,19 +114,11 @@ def weight_bytes(
 
 
 def stored_as(stored: StoredWeights, parameter: Parameter) -> Storage | None:
-    """Return how a parameter is kept whose pieces are stored quantised, None for one of floats.
-
-    Integers of experts become floats.
-    """
-    if parameter.name.rpartition(".")[2] not in ROUNDED:
+    """Return how a parameter is stored whose pieces are quantised, None for one of floats."""
+    name = parameter.name.rpartition(".")[2]
+    if name not in ROUNDED or (stored.method == "mxfp4" and not name.startswith("expert")):
         return None
-    if stored.is_float:
-        return replace(FP8, inputs=stored.inputs)
-    if len(parameter.shape) != 2:
-        return None
-    scales = "float16" if stored.method in ("awq", "gptq") else "bfloat16"
-    whole = stored.group is None or stored.group >= parameter.shape[1]
-    return Storage(stored.bits, None if whole else stored.group, scales, stored.zeros)
+    return stored.storage(parameter.shape[-1])
 
 
 def _whole(name: str, tensor: str, shape: Shape) -> Parameter:

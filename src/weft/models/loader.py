@@ -22,16 +22,17 @@ from weft.core.errors import CheckpointError, short
 from weft.core.json_files import read_object
 from weft.kernels.arrays import numpy_dtype
 from weft.kernels.interface import OpTable
-from weft.kernels.quantized import Quantized, stacked
-from weft.kernels.storage import MULTIPLIED, Storage
+from weft.kernels.quantized import stacked
+from weft.kernels.storage import MULTIPLIED, Storage, computed_as
 from weft.models.bounds import MOST_INDEX_BYTES
+from weft.models.coded_pieces import KV_SCALES, CodedPieces
 from weft.models.decoder import Decoder
 from weft.models.gguf import GgufFile
 from weft.models.hub import SUFFIX
 from weft.models.kept_weights import KeptWeights
 from weft.models.layout import parameters, stored_as
 from weft.models.parameter import Parameter, Piece, order_by_halves
-from weft.models.quant import FLOATS, ClippedCount, ExpectedTensor, parts_of, unpack
+from weft.models.quant import FLOATS, ExpectedTensor
 from weft.models.safetensors_file import DTYPES, SafetensorsFile, StoredTensor
 from weft.models.shard import WHOLE, Shard, cut, shard_spec
 from weft.models.spec import ModelSpec
@@ -106,11 +107,14 @@ class Checkpoint:
         self._open = {path: _open(path, files) for path in weight_files(folder)}
         self._stored = self._read_headers()
         self._prefix = self._find_prefix()
-        stacked = any(name.endswith(".experts.down_proj") for name in self._stored)
-        whole = tuple(parameters(spec, stacked_experts=stacked))
+        experts = (".experts.down_proj", ".experts.down_proj_blocks")
+        together = any(name.endswith(experts) for name in self._stored)
+        whole = tuple(parameters(spec, stacked_experts=together))
+        self._codes = CodedPieces(
+            spec.stored_weights, folder, self._stored, self._full_name, self._read
+        )
         self._check(whole)
         self._parameters = tuple(cut(whole, spec, shard))
-        self._limits = ClippedCount()
         self._chunk_bytes = CHUNK_BYTES
 
     def load(
@@ -122,42 +126,56 @@ class Checkpoint:
         """Return every parameter by name, converted to ``dtype``, then packed."""
         if ops.names["paged_attention"] == "triton":
             self._chunk_bytes = DEVICE_CHUNK_BYTES
-        weights = {}
+        weights, changed = {}, {}
         for parameter in self._parameters:
             name = parameter.name
             if name == "embed" and self._spec.tied_embeddings:
                 name = "lm_head"
-            storage = rounding(name)
-            stored = self._stored_as(parameter)
+            storage, stored = rounding(name), self._stored_as(parameter)
+            kept = None if stored is None else computed_as(stored, ops.computes)
             if storage is not None:
                 found = ops.quantise(name, parameter.shape, dtype, storage)
                 self._round(parameter, found)
-            elif stored is None or (ops.widens and not ops.computes(stored)):
+            elif kept is not None:
+                found = self._coded(parameter, name, dtype, kept, ops)
+            else:
                 pieces = None
                 if ops.packed is not None and name.rpartition(".")[2] in MULTIPLIED:
                     pieces = self._rows_of(parameter, dtype)
                 found = ops.pack(name, pieces or self._fill(parameter, dtype))
-            elif not ops.computes(stored):
-                raise CheckpointError(
-                    f"{self._folder}: '{parameter.name}' is stored as {stored}, with which the "
-                    f"kernels here ({ops.names['linear']}) do not compute"
-                )
-            elif stored.format == "int":
-                whole = stacked([self._integers(piece) for piece in parameter.pieces])
-                found = ops.quantise(name, whole.shape, dtype, whole.storage)
-                found.write(0, whole)
-            else:
-                found = ops.quantise(name, parameter.shape, dtype, stored)
-                for piece in parameter.pieces:
-                    matrix, first = _place(piece, found)
-                    matrix.write(first, self._quantized(piece))
             weights[parameter.name] = found
-        self._warn_of_limits()
+            if stored is not None and storage is None and kept != stored:
+                changed[str(stored)] = dtype if kept is None else str(kept)
+        for was, becomes in changed.items():
+            logger.warning(
+                "%s: weights that are stored as %s are computed as %s, which takes more memory",
+                self._folder, was, becomes,
+            )  # fmt: skip
+        self._codes.tell()
         return weights
+
+    def _coded(
+        self, parameter: Parameter, name: str, dtype: str, kept: Storage, ops: OpTable
+    ) -> Any:
+        """Return a parameter with its codes as they are stored."""
+        kept = self._codes.storage(parameter, kept)
+        if kept.format == "int" and len(parameter.shape) == 2:
+            whole = stacked(
+                [weight for p in parameter.pieces for _, weight in self._codes.weights(p, kept)]
+            )
+            found = ops.quantise(name, whole.shape, dtype, whole.storage)
+            found.write(0, whole)
+            return found
+        found = ops.quantise(name, parameter.shape, dtype, kept)
+        for piece in parameter.pieces:
+            matrix, first = _place(piece, found)
+            for expert, weight in self._codes.weights(piece, kept):
+                (matrix if expert is None else matrix[expert]).write(first, weight)
+        return found
 
     def _stored_as(self, parameter: Parameter) -> Storage | None:
         """Return how the codes of a parameter are kept, None for one that is or becomes floats."""
-        kinds = {bool(self._parts(piece)) for piece in parameter.pieces}
+        kinds = {bool(self._codes.parts(piece)) for piece in parameter.pieces}
         if len(kinds) > 1:
             names = ", ".join(self._full_name(piece) for piece in parameter.pieces)
             raise CheckpointError(f"{self._folder}: only some of {names} are quantised")
@@ -169,6 +187,10 @@ class Checkpoint:
         """Write the pieces of a parameter into the matrix, or the experts' matrices, it becomes."""
         for piece in parameter.pieces:
             matrix, first = _place(piece, weight)
+            if self._codes.parts(piece):
+                for expert, numbers in self._codes.floats(piece):
+                    (matrix if expert is None else matrix[expert]).write(first, numbers)
+                continue
             matrices = list(matrix) if len(piece.shape) == 3 else [matrix]
             height = piece.shape[-2]
             *_, taken_rows, taken_columns = piece.taken
@@ -238,7 +260,7 @@ class Checkpoint:
         needed: dict[str, ExpectedTensor] = {}
         for parameter in whole:
             for piece in parameter.pieces:
-                needed |= self._parts(piece) or {
+                needed |= self._codes.parts(piece) or {
                     self._full_name(piece): ExpectedTensor(piece.shape, FLOATS)
                 }
         missing = [n for n, part in needed.items() if n not in self._stored and not part.optional]
@@ -268,6 +290,8 @@ class Checkpoint:
 
     def _ignored(self) -> Iterator[str]:
         yield from self._spec.layout.ignored
+        if self._spec.stored_weights is not None:
+            yield KV_SCALES.pattern
         for number, layer in enumerate(self._spec.layers):
             if layer.kv_source is not None:  # saved by some, read by nobody
                 prefix = re.escape(f"{self._prefix}layers.{number}.self_attn.")
@@ -284,20 +308,6 @@ class Checkpoint:
             f"{self._stored[name].file}: tensor '{name}' differs from the embedding although "
             "config.json says tie_word_embeddings; set it to false or remove the tensor"
         )
-
-    def _parts(self, piece: Piece) -> dict[str, ExpectedTensor]:
-        """Return the tensors of a weight that is stored quantised, none for another one."""
-        name, stored = self._full_name(piece), self._spec.stored_weights
-        if stored is None or len(piece.shape) != 2 or not name.endswith(".weight"):
-            return {}
-        module = name.removesuffix("weight")
-        if not {module + "scales", module + "weight_scale"} & self._stored.keys():
-            return {}
-        try:
-            parts = parts_of(stored, *piece.shape)
-        except CheckpointError as error:
-            raise CheckpointError(f"tensor '{name}' in {self._folder}: {error.message}") from error
-        return {module + suffix: part for suffix, part in parts.items()}
 
     def _misfits(self, needed: dict[str, ExpectedTensor]) -> Iterator[str]:
         for name, part in needed.items():
@@ -320,7 +330,7 @@ class Checkpoint:
         found, outputs = [], 0
         for piece in parameter.pieces:
             index = piece.index[0] if len(piece.index) == 1 else None
-            mapped = len(piece.shape) == 2 and piece.pairs is None and not self._parts(piece)
+            mapped = len(piece.shape) == 2 and piece.pairs is None and not self._codes.parts(piece)
             if not mapped or not isinstance(index, slice):
                 return None
             rows = self._taken(piece)
@@ -333,7 +343,7 @@ class Checkpoint:
     def _fill(self, parameter: Parameter, dtype: str) -> NDArray[Any]:
         """Return a parameter in a dtype: where it is one piece of that type, as it is mapped."""
         kind, whole = numpy_dtype(dtype), parameter.pieces[0]
-        if len(parameter.pieces) == 1 and not whole.index and not self._parts(whole):
+        if len(parameter.pieces) == 1 and not whole.index and not self._codes.parts(whole):
             found = self._taken(whole)
             if found.shape == tuple(parameter.shape) and dtype != "float16":
                 return found.astype(kind, copy=False)
@@ -341,40 +351,18 @@ class Checkpoint:
         for piece in parameter.pieces:
             name = self._full_name(piece)
             part = target[piece.index] if piece.index else target
-            stored = self._parts(piece)
             with np.errstate(over="ignore"):  # which is checked below
-                part[...] = self._quantized(piece).dequantize() if stored else self._taken(piece)
+                if self._codes.parts(piece):
+                    for expert, numbers in self._codes.floats(piece):
+                        (part if expert is None else part[expert])[...] = numbers
+                else:
+                    part[...] = self._taken(piece)
             if dtype == "float16" and not np.isfinite(part).all():
                 raise CheckpointError(
                     f"{self._stored[name].file}: tensor '{name}' does not fit into float16; "
                     "use dtype bfloat16 or float32"
                 )
         return target
-
-    def _integers(self, piece: Piece) -> Quantized:
-        found = self._quantized(piece)
-        assert isinstance(found, Quantized)
-        return found
-
-    def _quantized(self, piece: Piece) -> Any:
-        """Return what is taken of a weight that is stored quantised, as ``unpack`` does."""
-        parts, name = self._parts(piece), self._full_name(piece)
-        assert self._spec.stored_weights is not None
-        module = name.removesuffix("weight")
-        found = {n.removeprefix(module): self._read(n) for n in parts if n in self._stored}
-        try:
-            weight = unpack(self._spec.stored_weights, found, *piece.shape)
-            if not isinstance(weight, Quantized):
-                self._limits.add(name, weight)
-            if piece.pairs is not None:
-                weight = weight.reordered(order_by_halves(piece))
-            return weight.part(*piece.taken) if piece.part else weight
-        except CheckpointError as error:
-            raise CheckpointError(f"tensor '{name}' in {self._folder}: {error.message}") from error
-
-    def _warn_of_limits(self) -> None:
-        if (words := self._limits.warning()) is not None:
-            logger.warning("%s: %s", self._folder, words)
 
     def _taken(self, piece: Piece) -> NDArray[Any]:
         """Return what is taken of a tensor: a view of the mapped file where its rows stay."""

@@ -1,22 +1,25 @@
-"""Unpacks the weights of quantised checkpoints: AWQ, GPTQ, compressed-tensors and FP8.
+"""Unpacks the weights of quantised checkpoints: AWQ, GPTQ, compressed-tensors, FP8 and MXFP4.
 
 Each format is a table of the tensors that stand for one weight, and a function from those tensors
-to ``Quantized`` or ``Float8``. Unpacking is exact: no code, zero point or scale is changed.
+to ``Quantized``, ``Float4`` or ``Float8``. Unpacking is exact: no code, zero point or scale is
+changed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.errors import CheckpointError
-from weft.kernels.arrays import to_numpy, to_torch
+from weft.kernels.arrays import numpy_dtype, to_torch
+from weft.kernels.float4 import MOST_EXPONENT, Float4
 from weft.kernels.quantized import Quantized
-from weft.models.quant_config import StoredWeights
+from weft.models.quant_config import FP8_METHODS, StoredWeights
 
 if TYPE_CHECKING:
     from weft.kernels.float8 import Float8
@@ -28,8 +31,11 @@ WORD = 32  # bits of the integers that values are packed into
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that stands in each 4 bits of a word
 FLOATS = frozenset({"F16", "BF16", "F32"})
 FP8 = frozenset({"F8_E4M3"})
+BYTES = frozenset({"U8", "F8_E8M0"})
 INT32, INT8, INT64 = frozenset({"I32"}), frozenset({"I8"}), frozenset({"I64", "I32"})
 
+
+NOT_A_NUMBER, SATURATED = 0x7F, 0x7E  # bits of E4M3 beside the sign: none, and the largest number
 
 # A scale that maps the largest number of a row to the limit of FP8 leaves few others there: those
 # within rounding of it, 1.6 of 4096 normally distributed ones. More than these for each scale, in
@@ -44,10 +50,10 @@ class ClippedCount:
     def __init__(self) -> None:
         self._over: dict[str, float] = {}  # parts in a million, by the names of weights
 
-    def add(self, name: str, weight: Float8) -> None:
-        """Check a weight that was read."""
-        extra = weight.saturated() - AT_LIMIT * len(np.unique(to_numpy(weight.scales)))
-        ppm = 1e6 * extra / weight.values.numel()
+    def add(self, name: str, values: Numbers, scales: int) -> None:
+        """Check the numbers of a weight that was read, with so many scales."""
+        limit = int(((values.view(np.uint8) & 0x7F) == SATURATED).sum())
+        ppm = 1e6 * (limit - AT_LIMIT * scales) / values.size
         if ppm > CUT_OFF_PPM:
             self._over[name] = ppm
 
@@ -83,6 +89,7 @@ def parts_of(stored: StoredWeights, rows: int, columns: int) -> dict[str, Expect
     """
     group = stored.group or columns
     groups, per_word = -(-columns // group), WORD // stored.bits
+    mark = "weight_scale_inv" if stored.method == "fp8" else "weight_scale"
     scales = ExpectedTensor((rows, groups), FLOATS)
     match stored.method:
         case "awq":
@@ -101,6 +108,19 @@ def parts_of(stored: StoredWeights, rows: int, columns: int) -> dict[str, Expect
                 "qzeros": ExpectedTensor((groups, rows // per_word), INT32),
                 "scales": ExpectedTensor((groups, rows), FLOATS),
                 "g_idx": ExpectedTensor((columns,), INT32, optional=True),
+            }
+        case "float-quantized" | "fp8" if stored.block_rows:
+            scale = ExpectedTensor((-(-rows // stored.block_rows), groups), FLOATS)
+            return {"weight": ExpectedTensor((rows, columns), FP8), mark: scale}
+        case "mxfp4-pack-quantized":
+            return {
+                "weight_packed": ExpectedTensor((rows, columns // 2), BYTES),
+                "weight_scale": ExpectedTensor((rows, groups), BYTES),
+            }
+        case "mxfp4":
+            return {
+                "blocks": ExpectedTensor((rows, groups, group // 2), BYTES),
+                "scales": ExpectedTensor((rows, groups), BYTES),
             }
         case "float-quantized" | "fp8":
             one = ExpectedTensor((1,), FLOATS, also=())
@@ -127,7 +147,7 @@ def _divides(unit: int, size: int, what: str) -> None:
 
 def unpack(
     stored: StoredWeights, tensors: Mapping[str, Numbers], rows: int, columns: int
-) -> Quantized | Float8:
+) -> Quantized | Float4 | Float8:
     """Return the weight [rows, columns] that the tensors of ``parts_of`` hold.
 
     Raises:
@@ -137,6 +157,8 @@ def unpack(
     match stored.method:
         case "float-quantized" | "fp8":
             return _float8(stored, tensors, rows)
+        case "mxfp4" | "mxfp4-pack-quantized":
+            return _float4(tensors, rows, columns)
         case "awq":
             return _awq(stored, tensors, columns)
         case "gptq":
@@ -194,25 +216,79 @@ def _plain(stored: StoredWeights, tensors: Mapping[str, Numbers], columns: int) 
     )
 
 
-def _float8(stored: StoredWeights, tensors: Mapping[str, Numbers], rows: int) -> Float8:
-    from weft.kernels.float8 import NOT_A_NUMBER, Float8  # no kernel of a CPU takes it
+def _float4(tensors: Mapping[str, Numbers], rows: int, columns: int) -> Float4:
+    """Two numbers a byte, the first one in the low bits."""
+    packed = tensors["blocks" if "blocks" in tensors else "weight_packed"].reshape(rows, -1)
+    scales = tensors["scales" if "scales" in tensors else "weight_scale"]
+    if int(scales.max(initial=0)) > MOST_EXPONENT:
+        raise CheckpointError("a scale of MXFP4 is too large or not a number")
+    codes = np.stack((packed & 15, packed >> 4), -1).reshape(rows, -1)
+    return Float4(codes[:, :columns], np.ascontiguousarray(scales))
 
-    values = tensors["weight"]
-    scales = tensors["weight_scale"].astype(np.float32).reshape(-1)
-    wrong = int(((values.view(np.uint8) & 0x7F) == NOT_A_NUMBER).sum())
+
+def float8_scales(stored: StoredWeights, tensors: Mapping[str, Numbers], rows: int) -> Numbers:
+    """Return the scales of an FP8 weight in float32: [rows], or [rows, groups of inputs].
+
+    Raises:
+        CheckpointError: see ``unpack``.
+    """
+    wrong = int(((tensors["weight"].view(np.uint8) & 0x7F) == NOT_A_NUMBER).sum())
     if wrong:
         raise CheckpointError(f"{wrong} numbers are NaN: they did not fit into FP8")
-    inputs: Any = stored.inputs
+    name = "weight_scale" if "weight_scale" in tensors else "weight_scale_inv"
+    scales = tensors[name].astype(np.float32)
     given = [scales]
-    if inputs == "tensor":
-        inputs = tensors["input_scale"].astype(np.float32).reshape(())
-        given.append(inputs.reshape(1))
-        inputs = to_torch(np.array(inputs))
+    if stored.inputs == "tensor":
+        given.append(tensors["input_scale"].astype(np.float32).reshape(1))
     for scale in given:
         if not (np.isfinite(scale) & (scale >= 0)).all() or not scale.any():
             raise CheckpointError("a scale of FP8 is negative, zero or not finite")
-    scales = np.ascontiguousarray(np.broadcast_to(scales, rows))
-    return Float8(to_torch(values), to_torch(scales), inputs)
+    if stored.block_rows:
+        return np.repeat(scales, stored.block_rows, 0)[:rows]
+    return np.ascontiguousarray(np.broadcast_to(scales.reshape(-1), rows))
+
+
+def _float8(stored: StoredWeights, tensors: Mapping[str, Numbers], rows: int) -> Float8:
+    from weft.kernels.float8 import Float8  # no kernel of a CPU takes it
+
+    scales = to_torch(float8_scales(stored, tensors, rows))
+    inputs: Any = stored.inputs
+    if inputs == "tensor":
+        inputs = to_torch(np.array(tensors["input_scale"].astype(np.float32).reshape(())))
+    return Float8(to_torch(tensors["weight"]), scales, inputs, group=stored.group)
+
+
+@cache
+def _e4m3() -> Numbers:
+    """The number of each byte in E4M3, in float32."""
+    numbers = np.arange(256, dtype=np.uint8).view(numpy_dtype("float8_e4m3fn"))
+    return numbers.astype(np.float32)
+
+
+def dequantize(
+    stored: StoredWeights, tensors: Mapping[str, Numbers], rows: int, columns: int
+) -> Numbers:
+    """Return the weight that the tensors of ``parts_of`` stand for, in float32 and without torch.
+
+    Raises:
+        CheckpointError: see ``unpack``.
+    """
+    if stored.method not in FP8_METHODS:
+        weight = unpack(stored, tensors, rows, columns)
+        assert isinstance(weight, Quantized | Float4)
+        return weight.dequantize()
+    scales = float8_scales(stored, tensors, rows)
+    numbers = _e4m3()[tensors["weight"].view(np.uint8)]
+    if scales.ndim == 1:
+        numbers *= scales[:, None]
+        return numbers
+    group = stored.group or columns
+    whole = columns // group * group
+    cut = numbers[:, :whole].reshape(rows, -1, group)
+    cut *= scales[:, : columns // group, None]
+    numbers[:, :whole] = cut.reshape(rows, whole)
+    numbers[:, whole:] *= scales[:, -1:]
+    return numbers
 
 
 def _fields(packed: Numbers, bits: int) -> Codes:

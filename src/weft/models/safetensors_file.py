@@ -23,7 +23,9 @@ DTYPES = {  # of what is read, by the names of safetensors
     "F16": "float16",
     "BF16": "bfloat16",
     "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "uint8",  # exponents
     "I8": "int8",
+    "U8": "uint8",
     "I32": "int32",
     "I64": "int64",
 }

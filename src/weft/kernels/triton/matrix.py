@@ -1,9 +1,10 @@
-"""Weights on a GPU, in floats, FP8 or int8, and products with them.
+"""Weights on a GPU, in floats or codes, and products with them.
 
 Up to 64 rows every product is ``gemm.py``'s, whose epilogue scales and adds bias and residual; the
 sum over the inputs is split in a fixed order, so equal calls give equal bits. Above, floats and FP8
 with rounded activations go to torch's own products (cuBLAS, CUTLASS) where the device has them, all
-else stays with ``gemm.py``. In the interpreter everything does.
+else stays with ``gemm.py``. In the interpreter everything does. Weights with scales for groups of
+inputs are ``coded.py``'s, whatever the rows.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.arrays import Array, to_torch
+from weft.kernels.codes import CodeForm
 from weft.kernels.float8 import E4M3, Float8, Rounded
 from weft.kernels.quantized import Quantized
 from weft.kernels.reference import on_device
 from weft.kernels.storage import MULTIPLIED, Storage
+from weft.kernels.triton import coded
+from weft.kernels.triton.coded_matrix import CodedMatrix
 from weft.kernels.triton.device import (
     NONE,
     ROWWISE_CAPABILITY,
@@ -32,7 +36,6 @@ from weft.kernels.triton.fp8 import round_rows
 from weft.kernels.triton.gemm import add_parts, gemm
 from weft.kernels.triton.launch import interpreted
 from weft.kernels.tuning import Launch, LaunchShape, Tuning, kind_of, op_of
-from weft.kernels.unavailable import KernelUnavailable
 
 SMALL = 64  # rows up to which ``gemm.py`` computes every product
 EXACT = 128  # inputs of FP8 products that the tensor cores add by themselves
@@ -135,7 +138,7 @@ class TritonMatrix:
 
 def linear(
     x: Tensor | Rounded,
-    matrix: TritonMatrix,
+    matrix: TritonMatrix | CodedMatrix,
     bias: Tensor | None,
     residual: Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -151,6 +154,9 @@ def linear(
         KernelUnavailable: the tuning has no launch for the shape.
     """
     dtype = dtype or matrix.dtype
+    if isinstance(matrix, CodedMatrix):
+        assert isinstance(x, Tensor)
+        return coded.linear(x, matrix, bias, residual, dtype)
     if isinstance(x, Tensor) and matrix.rounds:
         _check(x, matrix)
         x = round_rows(x, matrix.inputs if isinstance(matrix.inputs, Tensor) else None)
@@ -166,20 +172,22 @@ def linear(
     return small_product(rows, row_scales, matrix, bias, residual, dtype)
 
 
-def logits(hidden: Tensor | Rounded, matrix: TritonMatrix) -> Tensor:
+def logits(hidden: Tensor | Rounded, matrix: TritonMatrix | CodedMatrix) -> Tensor:
     """Return ``linear`` without a bias in float32: the sums as they are, not rounded."""
     return linear(hidden, matrix, None, None, torch.float32)
 
 
-def gather(matrix: TritonMatrix, outputs: Tensor) -> Tensor:
+def gather(matrix: TritonMatrix | CodedMatrix, outputs: Tensor) -> Tensor:
     """Return the weights [T, K] of some outputs [T], such as the embeddings of tokens."""
+    if isinstance(matrix, CodedMatrix):
+        return coded.gather(matrix, outputs)
     if matrix.scales is None:
         return rows_of(outputs, matrix.values)
     codes = rows_of(outputs, matrix.values.view(torch.uint8)).view(matrix.values.dtype)
     return (codes.float() * rows_of(outputs, matrix.scales.unsqueeze(1))).to(matrix.dtype)
 
 
-def embedding(ids: Tensor, table: Tensor | TritonMatrix) -> Tensor:
+def embedding(ids: Tensor, table: Tensor | TritonMatrix | CodedMatrix) -> Tensor:
     """Return the rows [T, C] of the ids [T] int64, of a table or of the output head."""
     return rows_of(ids, table) if isinstance(table, Tensor) else gather(table, ids)
 
@@ -199,10 +207,9 @@ def pack(
     return TritonMatrix(tensor.contiguous(), None, tensor.dtype, tuning, op=op_of(name))
 
 
-def computes(storage: Storage) -> bool:
-    """Whether weights that are stored so are multiplied with as they are."""
-    whole = storage.group is None and not storage.zeros
-    return whole and storage.bits == 8
+def computes(storage: Storage) -> bool:  # noqa: ARG001
+    """Whether weights that are stored so are multiplied with as they are: all are."""
+    return True
 
 
 def quantised(
@@ -213,11 +220,13 @@ def quantised(
     *,
     device: torch.device,
     tuning: Tuning,
-) -> TritonMatrix:
-    """Return where a parameter in 8 bits is written; see ``interface.Quantise``."""
+) -> TritonMatrix | CodedMatrix:
+    """Return where a parameter in codes is written; see ``interface.Quantise``."""
     kind = getattr(torch, dtype)
-    if not computes(storage):
-        raise KernelUnavailable(f"no GPU kernel multiplies with {storage}; use fp8 or int8")
+    form = CodeForm.of(storage)
+    if form is not None:
+        key = LaunchShape(op_of(parameter), form.kind(dtype), tuple(shape))
+        return CodedMatrix.empty(key, form, storage, device, tuning)
     op = op_of(parameter)
     if storage.format == "e4m3":
         empty = Float8.empty(shape, storage.inputs, device)

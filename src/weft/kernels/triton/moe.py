@@ -16,6 +16,8 @@ from torch import Tensor
 
 from weft.kernels.float8 import Rounded
 from weft.kernels.triton.activation import ACTIVATIONS, activated
+from weft.kernels.triton.coded_matrix import CodedMatrix
+from weft.kernels.triton.coded_moe import multiply
 from weft.kernels.triton.fp8 import round_rows
 from weft.kernels.triton.gemm import operand
 from weft.kernels.triton.launch import power_of_2
@@ -155,8 +157,8 @@ def moe(
     x: Tensor,
     weights: Tensor,
     experts: Tensor,
-    gate_up: TritonMatrix,
-    down: TritonMatrix,
+    gate_up: TritonMatrix | CodedMatrix,
+    down: TritonMatrix | CodedMatrix,
     activation: str,
 ) -> Tensor:
     """Return the weighted sum of each token's experts [T, D]; see ``reference.moe``.
@@ -216,7 +218,7 @@ def _group(order: Tensor, starts: Tensor, block_m: int) -> Groups:
 
 def _product(
     x: Tensor,
-    matrix: TritonMatrix,
+    matrix: TritonMatrix | CodedMatrix,
     launch: Launch,
     grouped: Mapping[int, Groups],
     shares: Tensor,
@@ -225,13 +227,17 @@ def _product(
     activation: str | None,
 ) -> None:
     """Multiply pairs with their experts: gated, from tokens; or weighted, from sorted places."""
+    groups = grouped[launch["BLOCK_M"]]
+    if isinstance(matrix, CodedMatrix):
+        parts = (groups.order, groups.starts, groups.experts, groups.firsts)
+        multiply(x, matrix, launch, parts, shares, out, top_k, activation)
+        return
     rounded: Rounded | None = None
     if matrix.rounds:
         rounded = round_rows(x, matrix.inputs if isinstance(matrix.inputs, Tensor) else None)
     rows = x if rounded is None else rounded.codes
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     operand_type, bits = operand_of(matrix, x.device)
-    groups = grouped[launch["BLOCK_M"]]
     blocks, outputs = len(groups.experts), out.shape[1]
     _grouped[(blocks * triton.cdiv(outputs, launch["BLOCK_N"]),)](
         rows,

@@ -10,7 +10,10 @@ from pathlib import Path
 import torch
 import triton
 
+from weft.kernels.codes import CodeForm
 from weft.kernels.storage import Storage
+from weft.kernels.triton.coded import linear as coded_product
+from weft.kernels.triton.coded_matrix import CodedMatrix, random_codes
 from weft.kernels.triton.device import copies_beyond_caches, processors, shared_bytes
 from weft.kernels.triton.fp8 import round_rows
 from weft.kernels.triton.matrix import TritonMatrix, pack, quantised, small_product
@@ -139,7 +142,10 @@ def _calls(
 
 
 def _product(
-    shape: LaunchShape, rows: int, device: torch.device, weights: Sequence[TritonMatrix]
+    shape: LaunchShape,
+    rows: int,
+    device: torch.device,
+    weights: Sequence[TritonMatrix | CodedMatrix],
 ) -> Callable[[int], None]:
     dtype = weights[0].dtype
     x = torch.randn(rows, shape.sizes[1], device=device, dtype=dtype)
@@ -147,7 +153,11 @@ def _product(
     codes, scales = (x, None) if rounded is None else (rounded.codes, rounded.scales)
 
     def call(copy: int) -> None:
-        small_product(codes, scales, weights[copy], None, None, dtype)
+        weight = weights[copy]
+        if isinstance(weight, CodedMatrix):
+            coded_product(x, weight, None, None, dtype)
+        else:
+            small_product(codes, scales, weight, None, None, dtype)
 
     return call
 
@@ -157,7 +167,7 @@ def _mixture(
     rows: int,
     device: torch.device,
     trial: Trial,
-    weights: Sequence[TritonMatrix],
+    weights: Sequence[TritonMatrix | CodedMatrix],
 ) -> Callable[[int], None]:
     """A mixture in which every expert has as many pairs; what is not tuned is by the rule."""
     count, *sizes = shape.sizes
@@ -179,9 +189,13 @@ def _mixture(
     return call
 
 
-def random_matrix(shape: LaunchShape, device: torch.device, tuning: Tuning) -> TritonMatrix:
+def random_matrix(
+    shape: LaunchShape, device: torch.device, tuning: Tuning
+) -> TritonMatrix | CodedMatrix:
     """Return a weight of a shape with random numbers."""
     parameter, sizes = _PARAMETERS[shape.op], torch.Size(shape.sizes)
+    if (coded := CodeForm.parse(shape.kind)) is not None:
+        return random_codes(shape, coded[0], device, tuning)
     stored, _, name = shape.kind.rpartition(" ")
     dtype = DTYPES[name]
     if not stored:
@@ -191,9 +205,10 @@ def random_matrix(shape: LaunchShape, device: torch.device, tuning: Tuning) -> T
         return made
     inputs = "token" if stored == "fp8 to" else "float"
     storage = Storage(8, None, format="int" if stored.startswith("int8") else "e4m3", inputs=inputs)
-    made = quantised(parameter, sizes, name, storage, device=device, tuning=tuning)
-    assert made.scales is not None
+    coded8 = quantised(parameter, sizes, name, storage, device=device, tuning=tuning)
+    assert isinstance(coded8, TritonMatrix)
+    assert coded8.scales is not None
     codes = torch.randint(0, 0x78, sizes, device=device, dtype=torch.uint8)  # none is NaN
-    made.values.view(torch.uint8).copy_(codes)
-    made.scales.fill_(0.01)
-    return made
+    coded8.values.view(torch.uint8).copy_(codes)
+    coded8.scales.fill_(0.01)
+    return coded8

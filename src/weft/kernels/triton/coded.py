@@ -1,0 +1,389 @@
+"""Products with weights as codes with a scale for each group of inputs, in Triton.
+
+A program multiplies the codes of a group, less their zero points, with the activations as they are:
+both are exact in bfloat16. The sum over a group is scaled in float32 and added to those before it,
+in ascending order; with few rows the inputs are split into parts as in ``gemm.py``. So the numbers
+are those of ``Quantized``, ``Float4`` and ``Float8`` but for the rounding of float32 sums.
+
+Block-scaled FP8 is the same product of FP8 with FP8: each group of a row of activations is rounded
+with a scale of its own (DeepSeek-V3 2024, section 3.3), and a group's sum is scaled by both.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.float8 import E4M3
+from weft.kernels.triton.coded_matrix import TILE, CodedMatrix
+from weft.kernels.triton.device import has_fp8
+from weft.kernels.triton.fp8 import codes_dtype, from_bits, row_scale, to_e4m3
+from weft.kernels.triton.gemm import add_parts, finish
+from weft.kernels.triton.launch import interpreted, last_contiguous, power_of_2
+
+Operand: TypeAlias = tl.dtype
+
+_ADD_BLOCK = 1024  # outputs that a program of ``add_parts`` takes
+_PIECES = 8  # groups that a program of ``_round_groups`` and ``_gather`` takes
+_TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_TILE = tl.constexpr(TILE)
+
+
+@triton.jit
+def decoded(codes, zero, CODE: tl.constexpr, HIGH: tl.constexpr, OPERAND: tl.constexpr):
+    """Return the numbers of codes, of E2M1 2**-14 of them, as ``tl.dot`` takes them.
+
+    A code or-ed into the last bits of 2**23 is a float32 without a conversion.
+
+    Args:
+        zero: zero points plus 2**23 in float32, of integers.
+        HIGH: of four bits, the high ones.
+    """
+    if CODE == "e4m3":
+        number = codes
+    elif CODE == "e4m3 bits":
+        number = from_bits(codes)
+    elif CODE == "e2m1":
+        bits = (codes >> 4 if HIGH else codes & 15).to(tl.int16)
+        half = ((bits & 8) << 12) | ((bits & 7) << 9)
+        number = half.to(tl.float16, bitcast=True)
+    else:
+        if CODE == "int4":
+            codes = codes >> 4 if HIGH else codes & 15
+        number = (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - zero
+    return number.to(OPERAND)
+
+
+@triton.jit
+def zero_points(zero, at, inside, CODE: tl.constexpr, ZEROS: tl.constexpr):
+    """Return zero points [N, 1] plus 2**23 in float32, as ``decoded`` takes them."""
+    if ZEROS:
+        point = tl.load(zero + at, mask=inside, other=0).to(tl.float32)
+    else:
+        point = tl.full(at.shape, 8.0 if CODE == "int4" else 128.0, tl.float32)
+    return (point + 8388608.0)[:, None]
+
+
+@triton.jit
+def scales_at(scale, at, inside, CODE: tl.constexpr):
+    """Return scales [N] in float32; of E2M1 they are exponents, and 2**14 goes into them."""
+    if CODE == "e2m1":
+        exponent = tl.load(scale + at, mask=inside, other=0).to(tl.int32)
+        factor = ((exponent + 14) << 23).to(tl.float32, bitcast=True)
+    else:
+        factor = tl.load(scale + at, mask=inside, other=0.0).to(tl.float32)
+    return factor
+
+
+@triton.jit
+def activations(x_at, k, m_in, first, K: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr):
+    """Return the inputs [k, m] from ``first`` on; beyond the last one 0."""
+    inside = m_in[None, :] if EVEN else (first + k < K)[:, None] & m_in[None, :]
+    return tl.load(x_at, mask=inside, other=0.0).to(OPERAND)
+
+
+@triton.jit
+def product(
+    codes,
+    zero,
+    low,
+    high,
+    acc,
+    CODE: tl.constexpr,
+    BITS: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add the products of one group to sums [N, M].
+
+    Args:
+        codes: [N, inputs of a group], of four bits [N, half of them].
+        low, high: the activations of the two halves of a group; of eight bits ``low`` has all.
+    """
+    weights = decoded(codes, zero, CODE, False, OPERAND)
+    acc = tl.dot(weights, low, acc, input_precision=PRECISION)
+    if BITS == 4:
+        weights = decoded(codes, zero, CODE, True, OPERAND)
+        acc = tl.dot(weights, high, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit(do_not_specialize=["M"])
+def coded_gemm(
+    x,  # [M, K]
+    w,  # [tiles, PIECES, TILE, bytes of a piece]
+    row_scales,  # [PIECES, M] float32, of rounded activations
+    scale,  # [PIECES, N], or [1, N]
+    zero,  # the same of uint8
+    bias,  # [N]
+    residual,  # [M, N]
+    out,  # [M, N], or parts [SPLITS, M, N] float32
+    M,
+    x_stride,
+    residual_stride,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    CODE: tl.constexpr,
+    BITS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ZEROS: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FLAGS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """One block of outputs of one block of rows, summed over one part of the inputs.
+
+    WHOLE: an output has one scale, which multiplies its whole sum.
+
+    Grid: (blocks of rows * blocks of outputs, SPLITS), as ``gemm``'s.
+    """
+    row_blocks = tl.cdiv(M, BLOCK_M)
+    block, part = tl.program_id(0), tl.program_id(1)
+    m = (block % row_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = (block // row_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_in, n_in = m < M, n < N
+    EACH: tl.constexpr = BLOCK_K // GROUP if BLOCK_K > GROUP else 1  # pieces of a step
+    PIECES: tl.constexpr = (K + GROUP - 1) // GROUP
+    STEPS: tl.constexpr = (PIECES + EACH * SPLITS - 1) // (EACH * SPLITS)
+    EVEN: tl.constexpr = STEPS * EACH * SPLITS * GROUP == K
+    INPUTS: tl.constexpr = GROUP // 2 if BITS == 4 else GROUP  # bytes of a piece of an output
+    k = tl.arange(0, INPUTS)
+    start = part * (STEPS * EACH)
+    tile = (n // _TILE).to(tl.int64) * PIECES + start
+    w_at = w + (tile * _TILE + n % _TILE)[:, None] * INPUTS + k[None, :]
+    x_at = x + m.to(tl.int64)[None, :] * x_stride + (start * GROUP + k)[:, None]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if WHOLE:
+        zeros = zero_points(zero, n, n_in, CODE, ZEROS)
+    for step in range(STEPS):
+        for number in tl.static_range(EACH):
+            piece = start + step * EACH + number
+            inside = n_in if EVEN else n_in & (piece < PIECES)
+            first = piece * GROUP
+            codes = tl.load(w_at + number * (_TILE * INPUTS), mask=inside[:, None], other=0.0)
+            low = activations(x_at + number * GROUP, k, m_in, first, K, EVEN, OPERAND)
+            high = low
+            if BITS == 4:
+                high_at = x_at + (number * GROUP + INPUTS)
+                high = activations(high_at, k, m_in, first + INPUTS, K, EVEN, OPERAND)
+            if WHOLE:
+                acc = product(codes, zeros, low, high, acc, CODE, BITS, OPERAND, PRECISION)
+            else:
+                points = zero_points(zero, piece * N + n, inside, CODE, ZEROS)
+                sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+                sums = product(codes, points, low, high, sums, CODE, BITS, OPERAND, PRECISION)
+                if ROUNDED:
+                    rows_in = m_in if EVEN else m_in & (piece < PIECES)
+                    sums *= tl.load(row_scales + piece * M + m, mask=rows_in, other=0.0)[None, :]
+                acc += sums * scales_at(scale, piece * N + n, inside, CODE)[:, None]
+        w_at += EACH * _TILE * INPUTS
+        x_at += EACH * GROUP
+    if WHOLE:
+        acc *= scales_at(scale, n, n_in, CODE)[:, None]
+    rows, columns = m.to(tl.int64)[None, :], n[:, None]
+    here = n_in[:, None] & m_in[None, :]
+    if SPLITS == 1:
+        acc = finish(acc, out, out, bias, residual, rows, columns, here, residual_stride, FLAGS)
+    place = (part.to(tl.int64) * M + rows) * N + columns
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _round_groups(
+    x, codes, scales, stride, K: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Round some groups of a row to FP8. Grid: (rows, blocks of groups)."""
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    inside = at < K
+    v = tl.load(x + row * stride + at, mask=inside, other=0.0).to(tl.float32)
+    finite = tl.max(((v - v) != 0.0).to(tl.int32), 1) == 0
+    scale, factor = row_scale(tl.max(tl.abs(v), 1), finite, scales, False)
+    tl.store(scales + group * rows + row, scale, mask=group * GROUP < K)
+    v = tl.where(finite[:, None], v * factor[:, None], 0.0)
+    tl.store(codes + row * K + at, to_e4m3(v).to(codes.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gather(
+    ids,
+    w,
+    scale,
+    zero,
+    out,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    CODE: tl.constexpr,
+    BITS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ZEROS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The weights of one output and some pieces of its inputs. Grid: (ids, blocks of pieces)."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.load(ids + row)
+    known = (n >= 0) & (n < N)
+    n = tl.where(known, n, 0)
+    PIECES: tl.constexpr = (K + GROUP - 1) // GROUP
+    INPUTS: tl.constexpr = GROUP // 2 if BITS == 4 else GROUP
+    piece = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    k = piece[:, None] * GROUP + tl.arange(0, INPUTS)[None, :]
+    inside = (piece < PIECES) & known
+    w_at = ((n // _TILE) * PIECES + piece) * _TILE + n % _TILE
+    w_at = w + w_at[:, None] * INPUTS + tl.arange(0, INPUTS)[None, :]
+    codes = tl.load(w_at, mask=inside[:, None], other=0.0)
+    at = tl.zeros([BLOCK], tl.int64) + n if WHOLE else piece * N + n
+    points = zero_points(zero, at, inside, CODE, ZEROS)
+    factor = scales_at(scale, at, inside, CODE)[:, None]
+    for half in tl.static_range(2 if BITS == 4 else 1):
+        numbers = decoded(codes, points, CODE, half == 1, tl.float32) * factor
+        here = (piece < PIECES)[:, None] & (k + half * INPUTS < K)
+        to = out + row * K + k + half * INPUTS
+        tl.store(to, numbers.to(out.dtype.element_ty), mask=here)
+
+
+def operand_of(matrix: CodedMatrix, device: torch.device) -> tuple[Operand, str, Tensor]:
+    """Return the type in which ``tl.dot`` multiplies, the code's name, and codes as a kernel's.
+
+    The interpreter multiplies in float32: its products of bfloat16 are those of the bit patterns.
+    """
+    code, codes, fp8 = matrix.form.code, matrix.codes, matrix.form.code == "e4m3"
+    there = interpreted() or has_fp8(device)
+    if fp8 and there:
+        codes = codes.view(E4M3)
+    elif fp8:
+        code = "e4m3 bits"
+    if interpreted():
+        return tl.float32, code, codes
+    if matrix.form.rounds:
+        return (tl.float8e4nv if there else tl.bfloat16), code, codes
+    return _TL[matrix.dtype], code, codes
+
+
+def round_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Round x [T, K] to FP8: codes [T, K] and scales [K / group, T] of ``float8.round_groups``."""
+    rows, inputs = x.shape
+    pieces = triton.cdiv(inputs, group)
+    codes = torch.empty((rows, inputs), dtype=codes_dtype(x.device), device=x.device)
+    scales = torch.empty((pieces, rows), dtype=torch.float32, device=x.device)
+    x = last_contiguous(x)
+    block = min(_PIECES, power_of_2(pieces))
+    _round_groups[(rows, triton.cdiv(pieces, block))](
+        x, codes, scales, x.stride(0), K=inputs, GROUP=group, BLOCK=block, num_warps=4
+    )
+    return codes, scales
+
+
+def linear(
+    x: Tensor,
+    matrix: CodedMatrix,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return x [M, K] times the matrix [N, K], plus bias [N] and residual [M, N] -> [M, N].
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+        KernelUnavailable: the tuning has no launch for the shape.
+    """
+    if x.dim() != 2 or x.shape[1] != matrix.shape[-1] or x.dtype != matrix.dtype:
+        raise ValueError(
+            f"x {list(x.shape)} of {x.dtype} does not fit a matrix {list(matrix.shape)} of "
+            f"{matrix.dtype}"
+        )
+    count, (outputs, inputs) = len(x), matrix.shape
+    out = torch.empty((count, outputs), dtype=dtype, device=x.device)
+    if count == 0:
+        return out
+    form, launch = matrix.form, matrix.launch(count)
+    rows, row_scales = round_groups(x, form.inputs) if form.rounds else (last_contiguous(x), out)
+    operand, code, codes = operand_of(matrix, x.device)
+    splits = launch["SPLITS"]
+    target = out
+    if splits > 1:
+        target = torch.empty((splits, count, outputs), dtype=torch.float32, device=x.device)
+    flags = (4 if bias is not None else 0) | (8 if residual is not None else 0)
+    extras = [out if part is None else part for part in (bias, residual)]
+    grid = (triton.cdiv(count, launch["BLOCK_M"]) * triton.cdiv(outputs, launch["BLOCK_N"]), splits)
+    coded_gemm[grid](
+        rows,
+        codes,
+        row_scales,
+        matrix.scales,
+        matrix.scales if matrix.zeros is None else matrix.zeros,
+        *extras,
+        target,
+        count,
+        rows.stride(0),
+        extras[1].stride(0),
+        N=outputs,
+        K=inputs,
+        GROUP=form.inputs,
+        CODE=code,
+        BITS=form.bits,
+        WHOLE=form.group is None,
+        ZEROS=matrix.zeros is not None,
+        ROUNDED=form.rounds,
+        OPERAND=operand,
+        PRECISION="ieee" if matrix.dtype == torch.float32 else "tf32",
+        FLAGS=flags,
+        **launch,
+    )
+    if splits > 1:
+        add_parts[count, triton.cdiv(outputs, _ADD_BLOCK)](
+            target,
+            out,
+            out,
+            *extras,
+            out,
+            count,
+            extras[1].stride(0),
+            N=outputs,
+            BLOCK=min(_ADD_BLOCK, power_of_2(outputs)),
+            SPLITS=splits,
+            FLAGS=flags,
+            num_warps=4,
+        )
+    return out
+
+
+def gather(matrix: CodedMatrix, outputs: Tensor) -> Tensor:
+    """Return the weights [T, K] of some outputs [T]; of one that there is not, zeros."""
+    _, inputs = matrix.shape
+    out = torch.empty((len(outputs), inputs), dtype=matrix.dtype, device=outputs.device)
+    if len(outputs) == 0:
+        return out
+    form = matrix.form
+    _, code, codes = operand_of(matrix, outputs.device)
+    pieces = form.pieces(inputs)
+    block = min(_PIECES, power_of_2(pieces))
+    _gather[(len(outputs), triton.cdiv(pieces, block))](
+        outputs,
+        codes,
+        matrix.scales,
+        matrix.scales if matrix.zeros is None else matrix.zeros,
+        out,
+        N=matrix.shape[0],
+        K=inputs,
+        GROUP=form.inputs,
+        CODE=code,
+        BITS=form.bits,
+        WHOLE=form.group is None,
+        ZEROS=matrix.zeros is not None,
+        BLOCK=block,
+        num_warps=1,
+    )
+    return out

@@ -1,0 +1,104 @@
+"""Products with codes that have a scale for each group of inputs: against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from coded_weights import KINDS, drawn_weight
+from torch import Tensor
+from weights import Fixed
+
+from weft.kernels import float8
+from weft.kernels.triton import coded, matrix
+from weft.kernels.triton.coded_matrix import CodedMatrix
+from weft.kernels.tuning import Heuristic
+
+BY_RULE = Heuristic(1, 99 * 1024)
+
+
+def expected(x: Tensor, made: CodedMatrix, truth: Tensor) -> Tensor:
+    """The product in float64, of activations as the matrix sees them."""
+    inputs = "group" if made.form.rounds else "float"
+    return float8.rounded_inputs(x, inputs, made.form.group).double() @ truth.double().T
+
+
+# Rows, outputs, inputs and a launch: blocks that end within tiles, groups, steps and parts.
+SHAPES = [
+    (1, 70, 300, Fixed(16, 32, 64, 1)),
+    (17, 130, 600, Fixed(16, 128, 256, 3)),
+    (3, 64, 512, Fixed(16, 64, 128, 2)),
+]
+
+
+HALF, FULL = torch.bfloat16, torch.float32
+
+
+OTHERS = [(0, HALF), (2, HALF), (1, FULL)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "dtype"),
+    [
+        *((kind, 1, HALF) for kind in KINDS),
+        *((kind, *OTHERS[i % 3]) for i, kind in enumerate(KINDS)),
+    ],
+)
+def test_products_are_those_of_float64(kind, number, dtype) -> None:
+    count, outputs, inputs, launch = SHAPES[number]
+    torch.manual_seed(number)
+    made, truth = drawn_weight(kind, (outputs, inputs), launch, dtype)
+    assert torch.equal(made.dequantize(), truth)
+    x = (torch.randn(count, inputs + 3) * 10 ** torch.randn(count, 1)).to(dtype)[:, :inputs]
+    bias = torch.randn(outputs).to(dtype) if number else None
+    residual = torch.randn(count, outputs + 2).to(dtype)[:, :outputs] if number == 1 else None
+    wide = matrix.linear(x, made, bias, residual, torch.float32)
+    product = expected(x, made, truth)
+    product += 0 if bias is None else bias.double()
+    product += 0 if residual is None else residual.double()
+    room = 1e-5 * (x.double().abs() @ truth.double().abs().T) + 1e-6
+    assert ((wide - product).abs() <= room).all()
+    narrow = matrix.linear(x, made, bias, residual)
+    assert narrow.dtype == dtype
+    assert ((narrow - product).abs() <= 2**-7 * product.abs() + room).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_looked_up_rows_are_the_weights(kind) -> None:
+    made, truth = drawn_weight(kind, (70, 300), BY_RULE, FULL)
+    ids = torch.tensor([3, 69, 3, 64])
+    assert torch.equal(matrix.embedding(ids, made), truth[ids])
+    assert not coded.gather(made, torch.tensor([70, -1])).any()
+
+
+def test_parts_are_added_in_one_order() -> None:
+    """Equal calls give equal bits, and a row's do not depend on the rows beside it."""
+    made, _ = drawn_weight("int4 by 32, zeros", (70, 300), Fixed(16, 32, 64, 4), torch.bfloat16)
+    x = torch.randn(12, 300).bfloat16()
+    whole = matrix.logits(x, made)
+    assert torch.equal(whole, matrix.logits(x, made))
+    assert torch.equal(whole[3:4], matrix.logits(x[3:4], made))
+
+
+def test_groups_of_activations_are_rounded_as_the_reference_does() -> None:
+    torch.manual_seed(2)
+    x = torch.randn(5, 200) * 10 ** torch.linspace(-8, 8, 5).unsqueeze(1)
+    x[1, :64], x[2, 70], x[3, 199] = 0.0, float("inf"), float("nan")
+    codes, scales = coded.round_groups(x, 64)
+    truth = float8.round_groups(x, 64)
+    assert torch.equal(codes.float(), truth.codes.float())
+    torch.testing.assert_close(scales.T, truth.scales, rtol=1e-6, atol=0, equal_nan=True)
+    assert scales.T.isnan().nonzero().tolist() == [[2, 1], [3, 3]]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    made, _ = drawn_weight("int4 by 32", (70, 64), BY_RULE, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"\[2, 31\].*does not fit"):
+        matrix.linear(torch.randn(2, 31).bfloat16(), made, None)
+    with pytest.raises(ValueError, match="do not fit"):
+        made.write(65, torch.randn(6, 64))
+    with pytest.raises(ValueError, match="finite"):
+        made.write(0, torch.full((6, 64), float("inf")))
+    block, _ = drawn_weight("e4m3 by 64", (70, 64), BY_RULE, torch.bfloat16)
+    with pytest.raises(ValueError, match="no floats are rounded to e4m3"):
+        block.write(0, torch.randn(6, 64))
+    assert matrix.linear(torch.randn(0, 64).bfloat16(), made, None).shape == (0, 70)
