@@ -1,0 +1,95 @@
+"""What a decode step of real shapes launches, reads and multiplies, against counts by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+GPU = Path(__file__).parents[2] / "benchmarks" / "gpu"
+CONTEXT = 272
+SAMPLING = {"_process_logits": 1, "_largest": 1, "_sample": 1, "_verify_drafts": 1}
+# Tokens in flight, the hashes and the hidden states, and those that are sampled.
+TORCH = {"rsub": 1, "clamp_": 1, "index": 2, "lt": 1, "where": 1, "copy_": 2}
+AROUND = {"_embedding": 1, "_angles": 1, **SAMPLING, **{f"torch {k}": n for k, n in TORCH.items()}}
+ATTENTION = {"_rotate": 1, "decode_kernel": 1, "merge_kernel": 1}
+ROUNDED = {"_add_norm": 2, "_round_rows": 1, "_act_mul_round": 1}
+
+
+def sheets(*options: object) -> dict[int, dict[str, dict[str, int]]]:
+    """The kernels of each batch, as the command prints them."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, str(GPU / "cost_sheet.py"), "--json", *map(str, options)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = map(json.loads, done.stdout.splitlines())
+    return {line["batch"]: line["kernels"] for line in lines}
+
+
+def launches(kernels: dict[str, dict[str, int]]) -> Counter[str]:
+    return Counter({name: line["launches"] for name, line in kernels.items()})
+
+
+def step(layers: int, layer: dict[str, int], head: str) -> Counter[str]:
+    """A step of so many layers, and what is around them."""
+    each = Counter({name: layers * times for name, times in layer.items()})
+    return each + Counter(AROUND) + Counter(["_add_norm", head])
+
+
+@pytest.fixture(scope="module")
+def dense() -> dict[int, dict[str, dict[str, int]]]:
+    return sheets("--model", "qwen2.5-7b", "--quantize", "fp8", "--batch", 1, 64, 128, 512)
+
+
+@pytest.mark.parametrize("rows", [1, 64, 128, 512])
+def test_steps_launch_what_they_have_to(dense, rows: int) -> None:
+    """Each launch costs microseconds of a step: whoever adds one says so here."""
+    products = {"gemm": 4, "add_parts": 3} if rows <= 64 else {"_scaled_mm": 4}
+    head = "gemm" if rows <= 64 else "mm"
+    assert launches(dense[rows]) == step(28, ATTENTION | ROUNDED | products, head)
+
+
+def test_mixtures_launch_what_they_have_to() -> None:
+    (found,) = sheets("--model", "qwen3-30b-a3b", "--quantize", "none", "--batch", 64).values()
+    sorting = {"torch sort": 1, "torch arange": 1, "torch searchsorted": 1}
+    experts = {"_route": 1, "_blocks": 1, "_grouped": 2, "_combine": 1, **sorting}
+    layer = {"_add_norm": 2, **ATTENTION, **experts, "gemm": 3, "add_parts": 3}
+    assert launches(found) == step(48, layer, "gemm")
+
+
+def test_the_head_and_the_layers_are_read_once(dense, monkeypatch) -> None:
+    """The benchmark's bound is what a step has to read of the weights, and no embedding table."""
+    monkeypatch.syspath_prepend(str(GPU))
+    from decode import read_bytes
+    from shapes import shape
+
+    decoder: Any = SimpleNamespace(spec=shape("qwen2.5-7b", CONTEXT), dtype="bfloat16")
+    weights = read_bytes(decoder, "fp8")
+    layers = 28 * (4608 * 3584 + 3584 * 3584 + 3 * 3584 * 18944)
+    assert weights == pytest.approx(layers + 2 * 152_064 * 3584, rel=1e-3)
+    assert weights < dense[1]["gemm"]["read"] < 1.002 * weights
+
+
+@pytest.mark.parametrize("rows", [1, 64, 128, 512])
+def test_numbers_are_those_of_a_step(dense, rows: int) -> None:
+    kernels = dense[rows]
+    parameters = 28 * (4608 * 3584 + 3584 * 3584 + 3 * 3584 * 18944) + 152_064 * 3584
+    products = sum(kernels[name]["operations"] for name in kernels if name != "decode_kernel")
+    assert products == 2 * rows * parameters
+    assert kernels["decode_kernel"]["operations"] == 28 * 4 * rows * CONTEXT * 28 * 128
+    kv = 28 * rows * CONTEXT * 2 * 4 * 128 * 2
+    assert kv < kernels["decode_kernel"]["read"] < 1.05 * kv
+    assert kernels["_largest"]["read"] == rows * 152_064 * 4
+
+
+def test_what_it_cannot_count_is_an_error() -> None:
+    for wrong in (["--model", "qwen9"], ["--batch", "0"]):
+        with pytest.raises(AssertionError, match=r"called qwen9|at least 1"):
+            sheets(*wrong)
