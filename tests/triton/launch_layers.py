@@ -21,6 +21,8 @@ from weft.kernels.triton import (
     route,
     sample,
 )
+from weft.kernels.triton.gemm import Parts
+from weft.kernels.tuning import MOST_SPLITS
 
 TOKENS, HIDDEN, HEADS, KV_HEADS, DIM, BLOCK = 8, 3584, 28, 4, 128, 16
 VOCABULARY = 152_064
@@ -42,12 +44,20 @@ def launch_rows(dtype: torch.dtype) -> None:
     x, weight = torch.empty(TOKENS, HIDDEN, dtype=dtype), torch.empty(HIDDEN, dtype=dtype)
     kind = norm.NormKind(1e-6, False)
     norm.rms_norm(x, weight, 1e-6, False)
-    route.route(torch.empty(TOKENS, 128, dtype=dtype), 8, True)
+    for scores in (torch.empty(TOKENS, 128, dtype=dtype), split(128, dtype)):
+        route.route(scores, 8, True)
     embedding.embedding(torch.zeros(TOKENS, dtype=torch.int64), x)
     activation.softcap(torch.empty(TOKENS, HIDDEN), 30.0)
     for inputs in ("float", "token"):
-        norm.add_norm(x, x, weight, weight, kind, inputs)
+        for product in (x, split(HIDDEN, dtype)):
+            norm.add_norm(product, x, weight, weight, kind, inputs)
         activation.act_mul_for(inputs, torch.empty(TOKENS, 2 * 18_944, dtype=dtype), "gelu_tanh")
+
+
+def split(outputs: int, dtype: torch.dtype) -> Parts:
+    """A product of rounded rows in as many parts as there may be by rule."""
+    sums, scales = torch.empty(MOST_SPLITS, TOKENS, outputs), torch.empty(outputs)
+    return Parts(sums, scales[:TOKENS], scales, scales.to(dtype), dtype)
 
 
 def launch_heads(dtype: torch.dtype) -> None:
@@ -60,7 +70,8 @@ def launch_heads(dtype: torch.dtype) -> None:
             torch.empty(4, KV_HEADS, BLOCK, row_size(kind, DIM), dtype=kind) for _ in range(2)
         ]
         places = rope.Places(*caches, torch.zeros(TOKENS, dtype=torch.int64), BLOCK)
-        rope.rotate(x, HEADS, KV_HEADS, cos, sin, heads, places)
+        for product in (x, split((HEADS + 2 * KV_HEADS) * DIM, dtype)):
+            rope.rotate(product, HEADS, KV_HEADS, cos, sin, heads, places)
 
 
 def launch_copies() -> None:

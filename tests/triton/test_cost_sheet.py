@@ -51,16 +51,15 @@ def dense() -> dict[int, dict[str, dict[str, int]]]:
 @pytest.mark.parametrize("rows", [1, 64, 128, 512])
 def test_steps_launch_what_they_have_to(dense, rows: int) -> None:
     """Each launch costs microseconds of a step: whoever adds one says so here."""
-    products = {"gemm": 4, "add_parts": 3} if rows <= 64 else {"_scaled_mm": 4}
-    head = "gemm" if rows <= 64 else "mm"
-    assert launches(dense[rows]) == step(28, ATTENTION | ROUNDED | products, head)
+    product, head = ("gemm", "gemm") if rows <= 64 else ("_scaled_mm", "mm")
+    assert launches(dense[rows]) == step(28, ATTENTION | ROUNDED | {product: 4}, head)
 
 
 def test_mixtures_launch_what_they_have_to() -> None:
     (found,) = sheets("--model", "qwen3-30b-a3b", "--quantize", "none", "--batch", 64).values()
     sorting = {"torch sort": 1, "torch arange": 1, "torch searchsorted": 1}
     experts = {"_route": 1, "_blocks": 1, "_grouped": 2, "_combine": 1, **sorting}
-    layer = {"_add_norm": 2, **ATTENTION, **experts, "gemm": 3, "add_parts": 3}
+    layer = {"_add_norm": 2, **ATTENTION, **experts, "gemm": 3}
     assert launches(found) == step(48, layer, "gemm")
 
 

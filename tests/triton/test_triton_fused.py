@@ -8,6 +8,7 @@ import pytest
 import torch
 from closeness import DTYPES, assert_close
 from torch import Tensor
+from weights import Fixed, make
 
 from weft.kernels import float8, kv_storage, reference
 from weft.kernels.arrays import dtype_name
@@ -15,10 +16,12 @@ from weft.kernels.float8 import E4M3, Rounded
 from weft.kernels.parts import Biases, LayerParts, LayerShape, Norms
 from weft.kernels.storage import Storage
 from weft.kernels.triton.activation import ACTIVATIONS, act_mul_for
+from weft.kernels.triton.gemm import Parts
 from weft.kernels.triton.layer import Sum, TritonLayer, add_up
-from weft.kernels.triton.matrix import linear, pack, quantised
+from weft.kernels.triton.matrix import linear, pack, product, quantised
 from weft.kernels.triton.norm import NormKind, add, add_norm, norm
 from weft.kernels.triton.rope import HeadNorm, Places, rotate
+from weft.kernels.triton.route import route
 from weft.kernels.triton.tuned import rule
 
 FUZZED = 8
@@ -126,6 +129,42 @@ def test_keys_and_values_go_where_they_belong(dtype, stored) -> None:
     kv_storage.write_rows(expected[1], *at, whole[real, heads + kv_heads :])
     for one, other in zip(caches, expected, strict=True):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "fp8"])
+@pytest.mark.parametrize("splits", [2, 3])
+def test_parts_of_a_product_are_read_as_their_sum(kind, splits) -> None:
+    """Bit for bit what the kernels make of the product that another kernel has added up."""
+    torch.manual_seed(splits)
+    heads, kv_heads, size, tokens = 3, 1, 24, 5
+    outputs = (heads + 2 * kv_heads) * size
+    made = make(kind, torch.randn(outputs, 130), Fixed(16, 64, 32, splits))
+    x, bias = torch.randn(tokens, 130).to(made.dtype), torch.randn(outputs).to(made.dtype)
+    parts, whole = product(x, made, bias), linear(x, made, bias)
+    assert isinstance(parts, Parts)
+    assert (parts.shape, parts.dtype) == (whole.shape, whole.dtype)
+    residual, weight, other = torch.randn(3, tokens, outputs).to(made.dtype)
+    for post in (None, other[0]):
+        for one, same in zip(
+            add_norm(parts, residual, post, weight[0], KIND),
+            add_norm(whole, residual, post, weight[0], KIND),
+            strict=True,
+        ):
+            assert torch.equal(one, same)
+        assert torch.equal(add(parts, residual, post, KIND), add(whole, residual, post, KIND))
+    found, truth = (
+        add_norm(y, residual, None, weight[0], KIND, "token")[0] for y in (parts, whole)
+    )
+    assert torch.equal(found.codes.float(), truth.codes.float())
+    assert torch.equal(found.scales, truth.scales)
+    cos, sin = torch.randn(2, tokens, size // 2)
+    norms = HeadNorm(torch.randn(heads + kv_heads, size).to(made.dtype), 1e-6, False)
+    rows = whole.view(tokens, -1, size)
+    for of_heads in (None, norms):
+        found = rotate(parts, heads, kv_heads, cos, sin, of_heads)
+        assert torch.equal(found, rotate(rows, heads, kv_heads, cos, sin, of_heads))
+    for one, same in zip(route(parts, 3, True), route(whole, 3, True), strict=True):
+        assert torch.equal(one, same)
 
 
 class Weights:

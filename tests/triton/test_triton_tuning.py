@@ -188,8 +188,16 @@ def test_the_rule_fills_a_device() -> None:
             for rows in ROWS:
                 launch = H200.launch(LaunchShape("gemm", kind, (outputs, inputs)), rows)
                 programs = -(-outputs // launch["BLOCK_N"]) * launch["SPLITS"]
-                assert rows > 64 or programs >= 132 or launch["SPLITS"] in (1, 8)
+                steps = -(-inputs // launch["BLOCK_K"])
+                each = -(-steps // launch["SPLITS"])
+                assert rows > 64 or programs >= 132 or launch["SPLITS"] == 1 or each < 4
                 assert launch["SPLITS"] == 1 or inputs >= 2 * launch["SPLITS"] * launch["BLOCK_K"]
+                assert (launch["SPLITS"] - 1) * each < steps, "a part is empty"
+    found = {
+        sizes: H200.launch(LaunchShape("gemm", "fp8 to bfloat16", sizes), 16)["SPLITS"]
+        for sizes in ((4608, 3584), (3584, 3584), (3584, 18_944))
+    }
+    assert list(found.values()) == [4, 7, 4], "parts of 28, 28 and 148 steps that are alike"
 
 
 def test_the_search_finds_what_costs_least() -> None:

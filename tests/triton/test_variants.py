@@ -57,10 +57,10 @@ IN_FP8 = {"_round_rows": 1, "_act_mul_round": 1}
 @pytest.mark.parametrize(
     ("quantize", "rows", "more"),
     [
-        ("none", 1, {"gemm": 4, "add_parts": 1, "_act_mul": 1}),
-        ("none", 64, {"gemm": 4, "add_parts": 1, "_act_mul": 1}),
+        ("none", 1, {"gemm": 4, "_act_mul": 1}),
+        ("none", 64, {"gemm": 4, "_act_mul": 1}),
         ("none", 128, {"library": 4, "_act_mul": 1}),
-        ("fp8", 1, {"gemm": 4, "add_parts": 1, **IN_FP8}),
+        ("fp8", 1, {"gemm": 4, **IN_FP8}),
         ("fp8", 512, {"library": 4, **IN_FP8}),
     ],
 )

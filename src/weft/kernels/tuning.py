@@ -158,6 +158,7 @@ def _by_rule(device: Heuristic, shape: LaunchShape, bucket: int) -> Launch:
         and inputs >= 4 * block_k * splits
     ):
         splits *= 2
+    splits = _even(splits, -(-inputs // block_k), -(-device.processors // -(-outputs // block_n)))
     launch = {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
@@ -166,6 +167,19 @@ def _by_rule(device: Heuristic, shape: LaunchShape, bucket: int) -> Launch:
         "num_stages": max(2, min(4, device.shared_bytes // 2 // stage)),
     }
     return launch | ({"SPLITS": splits} if shape.op == "gemm" else {})
+
+
+def _even(splits: int, steps: int, least: int) -> int:
+    """Return as many splits, or down to half of them, that divide the steps; or none is empty.
+
+    Steps beyond the inputs read nothing and take their time nevertheless.
+
+    Args:
+        least: splits that give each multiprocessor a program.
+    """
+    fewer = range(splits, max(splits // 2, least) - 1, -1)
+    whole = -(-steps // -(-steps // splits))
+    return next((count for count in fewer if steps % count == 0), whole)
 
 
 def _item_bytes(kind: str) -> tuple[int, int]:

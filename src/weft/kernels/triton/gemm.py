@@ -2,14 +2,20 @@
 
 Weights are the left operand, tokens the right one: the tensor cores of Hopper want at least 64 rows
 on the left, and a decode step has fewer tokens than that. Sums are float32. A call splits the
-inputs into SPLITS parts, each summed in ascending order by one program, and a second kernel adds
-the parts in ascending order: the same bits every time, without atomics.
+inputs into SPLITS parts, each summed in ascending order by one program. Who reads the product adds
+the parts in ascending order, or a kernel that does nothing else: the same bits every time, without
+atomics.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from weft.kernels.triton.fp8 import from_bits
 
@@ -114,6 +120,23 @@ def gemm(
     tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def summed(
+    parts, row_scale, scale, bias, count, row, column, inside,
+    N: tl.constexpr, SPLITS: tl.constexpr, FLAGS: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """Add the parts [SPLITS, count, N] of a product and finish: what it would have stored as TYPE.
+
+    Args:
+        row, column: int64 and any integers, of the shape of the mask ``inside``.
+    """
+    acc = tl.zeros(inside.shape, tl.float32)
+    for part in tl.static_range(SPLITS):
+        acc += tl.load(parts + (part * count + row) * N + column, mask=inside, other=0.0)
+    acc = finish(acc, row_scale, scale, bias, None, row, column, inside, 0, FLAGS)
+    return acc.to(TYPE).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["M"])
 def add_parts(
     parts,  # [SPLITS, M, N] float32
@@ -138,3 +161,41 @@ def add_parts(
         acc += tl.load(parts + (part * M + row) * N + n, mask=inside, other=0.0)
     acc = finish(acc, row_scale, scale, bias, residual, row, n, inside, residual_stride, FLAGS)
     tl.store(out + row * N + n, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A product whose inputs were split, for a kernel that reads it by ``summed``.
+
+    Attributes:
+        sums: [SPLITS, M, N] float32, of parts of the inputs.
+        row_scale: [M] float32; None if rows were not rounded.
+        scale: [N] float32; None for weights in floats.
+        bias: [N], or None.
+        dtype: of the product.
+    """
+
+    sums: Tensor
+    row_scale: Tensor | None
+    scale: Tensor | None
+    bias: Tensor | None
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of the product."""
+        return self.sums.shape[1:]
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.sums.device
+
+
+def as_read(x: Tensor | Parts) -> tuple[Tensor, tuple[Any, ...], dict[str, int]]:
+    """Return what a kernel takes to read a product: its numbers or parts, factors, constants."""
+    if isinstance(x, Tensor):
+        return x, (None, None, None), {"SPLITS": 1, "FLAGS": 0}
+    factors = x.row_scale, x.scale, x.bias
+    flags = sum(1 << place for place, part in enumerate(factors) if part is not None)
+    return x.sums, factors, {"SPLITS": len(x.sums), "FLAGS": flags}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
+FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # Threads for rows that are read once: so many that each holds at most 16 numbers of a row.
 _WARPS = ((512, 1), (1024, 2), (2048, 4), (8192, 8))
 MOST_WARPS = 16

@@ -9,7 +9,8 @@ from torch import Tensor
 from weft.kernels.float8 import Rounded
 from weft.kernels.parts import LayerParts, check_parts
 from weft.kernels.triton.activation import act_mul_for
-from weft.kernels.triton.matrix import TritonMatrix, linear
+from weft.kernels.triton.gemm import Parts
+from weft.kernels.triton.matrix import TritonMatrix, linear, product
 from weft.kernels.triton.moe import moe
 from weft.kernels.triton.norm import NormKind, add, add_norm, norm
 from weft.kernels.triton.rope import HeadNorm, Places, rotate
@@ -22,12 +23,12 @@ class Sum:
 
     Attributes:
         base: [T, C].
-        more: [T, C], what is still to be added; None for nothing.
+        more: [T, C], what is still to be added, which may lie in parts; None for nothing.
         post: [C], the weight of a norm of ``more`` before that; None for none.
     """
 
     base: Tensor
-    more: Tensor | None = None
+    more: Tensor | Parts | None = None
     post: Tensor | None = None
 
 
@@ -77,7 +78,7 @@ class TritonLayer:
             ValueError: shapes or dtypes do not fit.
         """
         x = norm(residual, self._norms.input_norm, self._kind, self._qkv.inputs)
-        return self._rotated(linear(x, self._qkv, self._biases.qkv_bias), cos, sin, None)
+        return self._rotated(product(x, self._qkv, self._biases.qkv_bias), cos, sin, None)
 
     def post(self, attended: Tensor, residual: Tensor, inputs: Tensor | None = None) -> Tensor:
         """Output projection, MLP or experts, norms and both sums: the new residual [T, C].
@@ -98,37 +99,40 @@ class TritonLayer:
     def begin(self, total: Sum, cos: Tensor, sin: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """Return the queries [T, H, D] and the residual [T, C]; keys and values are written."""
         x, residual = add_up(total, self._norms.input_norm, self._kind, self._qkv)
-        qkv = linear(x, self._qkv, self._biases.qkv_bias)
+        qkv = product(x, self._qkv, self._biases.qkv_bias)
         return self._rotated(qkv, cos, sin, places), residual
 
     def end(self, attended: Tensor, residual: Tensor) -> Sum:
         """``post`` but for its last sum."""
         norms, biases = self._norms, self._biases
-        y = linear(attended.flatten(1), self._output, biases.output_bias)  # [T, C]
+        y = product(attended.flatten(1), self._output, biases.output_bias)  # [T, C]
         inputs = "float" if self._gate_up is None else self._gate_up.inputs
         x, residual = add_norm(
             y, residual, norms.post_attention_norm, norms.mlp_norm, self._kind, inputs
         )
         return Sum(residual, self._feed_forward(x), norms.post_mlp_norm)
 
-    def _feed_forward(self, x: Tensor | Rounded) -> Tensor:
+    def _feed_forward(self, x: Tensor | Rounded) -> Tensor | Parts:
         if self._experts is not None:
             assert isinstance(x, Tensor)
             assert self._router is not None
             experts = self._experts
-            scores = linear(x, self._router, None)  # [T, E]
+            scores = product(x, self._router, None)  # [T, E]
             shares, ids = route(scores, experts.top_k, experts.normalise)
             return moe(x, shares, ids, experts.gate_up, experts.down, self._shape.activation)
         assert self._gate_up is not None
         assert self._down is not None
         y = linear(x, self._gate_up, self._biases.gate_up_bias)  # [T, 2 I]
         gated = act_mul_for(self._down.inputs, y, self._shape.activation)  # [T, I]
-        return linear(gated, self._down, self._biases.down_bias)
+        return product(gated, self._down, self._biases.down_bias)
 
-    def _rotated(self, qkv: Tensor, cos: Tensor, sin: Tensor, places: Places | None) -> Tensor:
+    def _rotated(
+        self, qkv: Tensor | Parts, cos: Tensor, sin: Tensor, places: Places | None
+    ) -> Tensor:
         shape = self._shape
-        heads = qkv.view(len(qkv), shape.heads + 2 * shape.kv_heads, shape.head_dim)
-        return rotate(heads, shape.heads, shape.kv_heads, cos, sin, self._head_norm, places)
+        if isinstance(qkv, Tensor):
+            qkv = qkv.view(len(qkv), shape.heads + 2 * shape.kv_heads, shape.head_dim)
+        return rotate(qkv, shape.heads, shape.kv_heads, cos, sin, self._head_norm, places)
 
 
 def add_up(

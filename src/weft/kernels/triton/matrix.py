@@ -33,14 +33,13 @@ from weft.kernels.triton.device import (
 )
 from weft.kernels.triton.embedding import embedding as rows_of
 from weft.kernels.triton.fp8 import round_rows
-from weft.kernels.triton.gemm import add_parts, gemm
-from weft.kernels.triton.launch import interpreted
+from weft.kernels.triton.gemm import Parts, add_parts, gemm
+from weft.kernels.triton.launch import FLOATS, interpreted
 from weft.kernels.tuning import Launch, LaunchShape, Tuning, kind_of, op_of
 
 SMALL = 64  # rows up to which ``gemm.py`` computes every product
 EXACT = 128  # inputs of FP8 products that the tensor cores add by themselves
 _ADD_BLOCK = 1024  # outputs that a program of ``add_parts`` takes
-_TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class TritonMatrix:
@@ -153,7 +152,27 @@ def linear(
         ValueError: shapes or dtypes do not fit.
         KernelUnavailable: the tuning has no launch for the shape.
     """
-    dtype = dtype or matrix.dtype
+    out = _multiply(x, matrix, bias, residual, dtype or matrix.dtype, whole=True)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def product(
+    x: Tensor | Rounded, matrix: TritonMatrix | CodedMatrix, bias: Tensor | None
+) -> Tensor | Parts:
+    """Return ``linear`` without a residual, its parts not added yet if the inputs were split."""
+    return _multiply(x, matrix, bias, None, matrix.dtype, whole=False)
+
+
+def _multiply(
+    x: Tensor | Rounded,
+    matrix: TritonMatrix | CodedMatrix,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    whole: bool,
+) -> Tensor | Parts:
     if isinstance(matrix, CodedMatrix):
         assert isinstance(x, Tensor)
         return coded.linear(x, matrix, bias, residual, dtype)
@@ -169,7 +188,7 @@ def linear(
         rows = rows.contiguous()
     if len(rows) > SMALL and _is_library(matrix, rows.device, dtype):
         return _library(rows, row_scales, matrix, bias, residual, dtype)
-    return small_product(rows, row_scales, matrix, bias, residual, dtype)
+    return small_product(rows, row_scales, matrix, bias, residual, dtype, whole=whole)
 
 
 def logits(hidden: Tensor | Rounded, matrix: TritonMatrix | CodedMatrix) -> Tensor:
@@ -245,8 +264,8 @@ def operand_of(matrix: TritonMatrix, device: torch.device) -> tuple[object, bool
     if interpreted():
         return tl.float32, False
     if fp8 and has_fp8(device):
-        return (tl.float8e4nv if matrix.rounds else _TL[matrix.dtype]), False
-    return (tl.bfloat16 if matrix.rounds else _TL[matrix.dtype]), fp8
+        return (tl.float8e4nv if matrix.rounds else FLOATS[matrix.dtype]), False
+    return (tl.bfloat16 if matrix.rounds else FLOATS[matrix.dtype]), fp8
 
 
 def weight_of(matrix: TritonMatrix, bits: bool) -> Tensor:
@@ -323,36 +342,39 @@ def small_product(
     bias: Tensor | None,
     residual: Tensor | None,
     dtype: torch.dtype,
-) -> Tensor:
+    *,
+    whole: bool = True,
+) -> Tensor | Parts:
     """Return a product by ``gemm.py``, whatever the rows; see ``linear``.
 
     Args:
         rows: contiguous along the inputs, of the matrix's dtype or rounded.
         row_scales: [M] float32 of rounded rows, else None.
+        whole: whether parts are added if the inputs are split.
     """
     count, (outputs, inputs) = len(rows), matrix.shape
-    out = torch.empty((count, outputs), dtype=dtype, device=rows.device)
     if count == 0:
-        return out
+        return torch.empty((count, outputs), dtype=dtype, device=rows.device)
     launch = matrix.launch(count)
     splits = launch["SPLITS"]
     operand, bits = operand_of(matrix, rows.device)
     parts = (row_scales, matrix.scales, bias, residual)
     flags = sum(1 << place for place, part in enumerate(parts) if part is not None)
-    extras = [out if part is None else part for part in parts]
-    if splits > 1:
-        target = torch.empty((splits, count, outputs), dtype=torch.float32, device=rows.device)
-    else:
-        target = out
+    target = torch.empty(
+        (count, outputs) if splits == 1 else (splits, count, outputs),
+        dtype=dtype if splits == 1 else torch.float32,
+        device=rows.device,
+    )
+    stride = 0 if residual is None else residual.stride(0)
     grid = (triton.cdiv(count, launch["BLOCK_M"]) * triton.cdiv(outputs, launch["BLOCK_N"]), splits)
     gemm[grid](
         rows,
         weight_of(matrix, bits),
-        *extras,
+        *parts,
         target,
         count,
         rows.stride(0),
-        extras[3].stride(0),
+        stride,
         N=outputs,
         K=inputs,
         OPERAND=operand,
@@ -362,17 +384,21 @@ def small_product(
         FLAGS=flags,
         **launch,
     )
-    if splits > 1:
-        add_parts[count, triton.cdiv(outputs, _ADD_BLOCK)](
-            target,
-            *extras,
-            out,
-            count,
-            extras[3].stride(0),
-            N=outputs,
-            BLOCK=min(_ADD_BLOCK, triton.next_power_of_2(outputs)),
-            SPLITS=splits,
-            FLAGS=flags,
-            num_warps=4,
-        )
+    if splits == 1:
+        return target
+    if not whole:
+        return Parts(target, row_scales, matrix.scales, bias, dtype)
+    out = torch.empty((count, outputs), dtype=dtype, device=rows.device)
+    add_parts[count, triton.cdiv(outputs, _ADD_BLOCK)](
+        target,
+        *parts,
+        out,
+        count,
+        stride,
+        N=outputs,
+        BLOCK=min(_ADD_BLOCK, triton.next_power_of_2(outputs)),
+        SPLITS=splits,
+        FLAGS=flags,
+        num_warps=4,
+    )
     return out

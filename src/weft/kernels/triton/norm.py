@@ -11,6 +11,7 @@ from torch import Tensor
 
 from weft.kernels.float8 import Rounded
 from weft.kernels.triton.fp8 import codes_dtype, row_scale, to_e4m3
+from weft.kernels.triton.gemm import Parts, as_read, summed
 from weft.kernels.triton.launch import last_contiguous, power_of_2, warps
 
 _NUMBERS = 1024  # of one program: short rows, such as heads, are normalised several at once
@@ -74,16 +75,25 @@ def _factor(weight, column, mask, PLUS_ONE: tl.constexpr):
     return 1.0 + factor if PLUS_ONE else factor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _add_norm(
-    x, residual, post, weight, static, total, out, scales, stride, stride_residual, eps,
+    x, row_scale_of_x, scale_of_x, bias_of_x, residual, post, weight, static, total, out, scales,
+    rows, stride, stride_residual, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, POST: tl.constexpr, ADD: tl.constexpr,
     NORM: tl.constexpr, ROUND: tl.constexpr, STATIC: tl.constexpr, PLUS_ONE: tl.constexpr,
+    SPLITS: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
+    """x: [rows, D], or the parts of a product; see ``gemm.summed``."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < D
-    y = tl.load(x + row * stride + column, mask=mask, other=0.0).to(tl.float32)
+    if SPLITS == 1:
+        y = tl.load(x + row * stride + column, mask=mask, other=0.0).to(tl.float32)
+    else:
+        y = summed(
+            x, row_scale_of_x, scale_of_x, bias_of_x, rows, row + column * 0, column, mask,
+            D, SPLITS, FLAGS, total.dtype.element_ty,
+        )  # fmt: skip
     if POST:
         y *= tl.rsqrt(tl.sum(y * y, axis=0) / D + eps) * _factor(post, column, mask, PLUS_ONE)
     if ADD:
@@ -95,7 +105,7 @@ def _add_norm(
         y *= tl.rsqrt(tl.sum(y * y, axis=0) / D + eps) * _factor(weight, column, mask, PLUS_ONE)
         if ROUND:
             # From the type that a norm by itself hands on.
-            y = y.to(x.dtype.element_ty).to(tl.float32)
+            y = y.to(total.dtype.element_ty).to(tl.float32)
             wrong = tl.max((mask & ((y - y) != 0.0)).to(tl.int32), axis=0)
             scale, factor = row_scale(tl.max(tl.abs(y), axis=0), wrong == 0, static, STATIC)
             tl.store(scales + row, scale)
@@ -122,13 +132,13 @@ def norm(
     return _launch(x, None, None, weight, kind, inputs)[0]
 
 
-def add(x: Tensor, residual: Tensor, post: Tensor | None, kind: NormKind) -> Tensor:
+def add(x: Tensor | Parts, residual: Tensor, post: Tensor | None, kind: NormKind) -> Tensor:
     """Return x + residual [T, D]; with ``post`` [D] of the norm of x with that weight."""
     return _launch(x, residual, post, None, kind, "float")[1]
 
 
 def add_norm(
-    x: Tensor,
+    x: Tensor | Parts,
     residual: Tensor,
     post: Tensor | None,
     weight: Tensor,
@@ -140,7 +150,7 @@ def add_norm(
 
 
 def _launch(
-    x: Tensor,
+    x: Tensor | Parts,
     residual: Tensor | None,
     post: Tensor | None,
     weight: Tensor | None,
@@ -155,17 +165,23 @@ def _launch(
         raise ValueError(f"residual {list(residual.shape)} does not fit {list(x.shape)}")
     rounded = not (isinstance(inputs, str) and inputs == "float")
     dtype = codes_dtype(x.device) if rounded else x.dtype
-    x = last_contiguous(x)
+    x = last_contiguous(x) if isinstance(x, Tensor) else x
     residual = None if residual is None else last_contiguous(residual)
-    total = x if residual is None else torch.empty((rows, size), dtype=x.dtype, device=x.device)
+    if residual is None:
+        assert isinstance(x, Tensor)
+        total = x
+    else:
+        total = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     out = total if weight is None else torch.empty((rows, size), dtype=dtype, device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device) if rounded else None
     if rows:
         block = power_of_2(size)
+        numbers, factors, constants = as_read(x)
         _add_norm[(rows,)](
-            x, residual, post, weight, inputs if isinstance(inputs, Tensor) else None, total, out,
-            scales, x.stride(0), 0 if residual is None else residual.stride(0), kind.eps,
-            D=size, BLOCK=block, POST=post is not None, ADD=residual is not None,
+            numbers, *factors, residual, post, weight,
+            inputs if isinstance(inputs, Tensor) else None, total, out, scales, rows,
+            numbers.stride(-2), 0 if residual is None else residual.stride(0), kind.eps,
+            **constants, D=size, BLOCK=block, POST=post is not None, ADD=residual is not None,
             NORM=weight is not None, ROUND=rounded, STATIC=isinstance(inputs, Tensor),
             PLUS_ONE=kind.plus_one, num_warps=warps(block), num_stages=1,
         )  # fmt: skip

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.triton.gemm import Parts, as_read, summed
 from weft.kernels.triton.kv_write import store_rows
 from weft.kernels.triton.launch import last_contiguous, power_of_2, warps
 from weft.kernels.triton.storage import as_bytes, is_scaled, scales_of
@@ -66,23 +67,48 @@ def _store(
 
 
 @triton.jit
+def _read(
+    x, row_scale, scale, bias, count, token, head, place, mask, stride_token, stride_head,
+    HEADS: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, FLAGS: tl.constexpr,
+    TYPE: tl.constexpr,
+):  # fmt: skip
+    """Numbers of a token, of heads [TILE, 1] at places [1, BLOCK], in float32."""
+    if SPLITS == 1:
+        at = x + token * stride_token + head * stride_head + place
+        y = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    else:
+        row = token + tl.zeros(mask.shape, tl.int64)
+        y = summed(
+            x, row_scale, scale, bias, count, row, head * D + place, mask,
+            HEADS * D, SPLITS, FLAGS, TYPE,
+        )  # fmt: skip
+    return y
+
+
+@triton.jit(do_not_specialize=["count"])
 def _rotate(
-    x, weight, cos, sin, out, k_cache, v_cache, k_scales, v_scales, slot_mapping,
-    stride_token, stride_head, stride_kb, stride_kh, stride_vb, stride_vh, eps,
+    x, row_scale, scale_of_x, bias, weight, cos, sin, out, k_cache, v_cache, k_scales, v_scales,
+    slot_mapping, count, stride_token, stride_head, stride_kb, stride_kh, stride_vb, stride_vh, eps,
     HEADS: tl.constexpr, ROTATED: tl.constexpr, OUT: tl.constexpr, KV_HEADS: tl.constexpr,
     D: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     NORM: tl.constexpr, PLUS_ONE: tl.constexpr, CACHED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    SCALED: tl.constexpr,
+    SCALED: tl.constexpr, SPLITS: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
+    """x: [count, HEADS, D], or the parts of a product; see ``gemm.summed``."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TILE + tl.arange(0, TILE)
     column = tl.arange(0, BLOCK)[None, :]
     partner = tl.where(column < R, column + R, tl.where(column < 2 * R, column - R, column))
     mask = (head < HEADS)[:, None] & (column < D)
     turned = (head < ROTATED)[:, None]
-    at = x + token * stride_token + (head * stride_head)[:, None]
-    y = tl.load(at + column, mask=mask, other=0.0).to(tl.float32)
-    z = tl.load(at + partner, mask=mask & turned, other=0.0).to(tl.float32)
+    y = _read(
+        x, row_scale, scale_of_x, bias, count, token, head[:, None], column, mask,
+        stride_token, stride_head, HEADS, D, SPLITS, FLAGS, out.dtype.element_ty,
+    )  # fmt: skip
+    z = _read(
+        x, row_scale, scale_of_x, bias, count, token, head[:, None], partner, mask & turned,
+        stride_token, stride_head, HEADS, D, SPLITS, FLAGS, out.dtype.element_ty,
+    )  # fmt: skip
     if NORM:
         scale = tl.rsqrt(tl.sum(y * y, axis=1) / D + eps)[:, None]
         own = tl.load(weight + (head * D)[:, None] + column, mask=mask & turned, other=0.0)
@@ -139,7 +165,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate(
-    x: Tensor,
+    x: Tensor | Parts,
     heads: int,
     kv_heads: int,
     cos: Tensor,
@@ -150,6 +176,7 @@ def rotate(
     """Normalise and rotate queries and keys of x [T, H + 2 Hkv, D], the heads of Q, of K, of V.
 
     Args:
+        x: or the parts of a product [T, (H + 2 Hkv) * D].
         cos, sin: [T, R] float32; the first 2R dimensions of a head are rotated.
         norm: None if heads are only rotated.
         places: None to return keys and values, too.
@@ -160,13 +187,17 @@ def rotate(
     Raises:
         ValueError: shapes do not fit.
     """
-    tokens, count, size = x.shape
+    if isinstance(x, Parts):
+        tokens, count = len(x.sums[0]), heads + 2 * kv_heads
+        size = x.shape[1] // count
+    else:
+        tokens, count, size = x.shape
+        x = last_contiguous(x)
     half = cos.shape[1]
     if cos.shape != (tokens, half) or sin.shape != cos.shape or 2 * half > size:
         raise ValueError(f"angles {list(cos.shape)} do not fit {list(x.shape)}")
     if count != heads + 2 * kv_heads:
         raise ValueError(f"{list(x.shape)} are not {heads} heads and {kv_heads} of keys and values")
-    x = last_contiguous(x)
     written = count if places is None else heads
     out = torch.empty((tokens, written, size), dtype=x.dtype, device=x.device)
     if not tokens:
@@ -177,18 +208,19 @@ def rotate(
     strides = [
         0 if cache is None else cache.stride(dim) for cache in (k_cache, v_cache) for dim in (0, 1)
     ]
+    numbers, factors, constants = as_read(x)
     _rotate[(tokens, triton.cdiv(count, tile))](
-        x, None if norm is None else norm.weight.contiguous(), cos.contiguous(), sin.contiguous(),
-        out,
+        numbers, *factors, None if norm is None else norm.weight.contiguous(), cos.contiguous(),
+        sin.contiguous(), out,
         *(None if cache is None else as_bytes(cache) for cache in (k_cache, v_cache)),
         *(None if cache is None else scales_of(cache) for cache in (k_cache, v_cache)),
         None if places is None else places.slot_mapping,
-        x.stride(0), x.stride(1), *strides, 0.0 if norm is None else norm.eps,
+        tokens, numbers.stride(0), numbers.stride(1), *strides, 0.0 if norm is None else norm.eps,
         HEADS=count, ROTATED=heads + kv_heads, OUT=written, KV_HEADS=kv_heads,
         D=size, R=half, BLOCK=block, TILE=tile,
         NORM=norm is not None, PLUS_ONE=norm is not None and norm.plus_one,
         CACHED=places is not None, BLOCK_SIZE=1 if places is None else places.block_size,
-        SCALED=k_cache is not None and is_scaled(k_cache),
+        SCALED=k_cache is not None and is_scaled(k_cache), **constants,
         num_warps=warps(tile * block), num_stages=1, enable_fp_fusion=False,
     )  # fmt: skip
     return out
