@@ -63,7 +63,8 @@ BLOCK = 16
 # Of each kernel the arguments that it reads and those that it writes, each once. ``*``: what it
 # takes of the argument depends on numbers; ``Counter`` has how much.
 ROLES = {
-    "gemm": ("x w row_scale scale bias residual", "out"),
+    "gemm": ("x w factors scale bias residual", "out"),
+    "gated_gemm": ("x w factors scale bias", "out scales"),
     "add_parts": ("parts row_scale scale bias residual", "out"),
     "_add_norm": ("x row_scale_of_x scale_of_x bias_of_x residual post weight", "total out scales"),
     "_rms_norm": ("x weight", "out"),
@@ -169,8 +170,9 @@ class Counter:
         return 1.0 - (1.0 - self._spec.moe.top_k / experts) ** self._case.batch
 
     def _operations(self, kernel: str, given: dict[str, Any]) -> int:
-        if kernel == "gemm":
-            return 2 * given["M"] * given["N"] * given["K"]
+        if kernel in ("gemm", "gated_gemm"):
+            halves = 2 if kernel == "gated_gemm" else 1
+            return 2 * given["M"] * given["N"] * given["K"] * halves
         if kernel == "_grouped":
             halves = 2 if given["GATED"] else 1
             return 2 * len(given["order"]) * given["N"] * given["K"] * halves

@@ -90,19 +90,23 @@ def test_kernels_beside_attention(capability: int) -> None:
 
 # Small ones of every kind; all others: ``python tests/triton/ahead.py launch_products.launch 90``.
 PRODUCTS = {
-    90: ["gemm/fp8/8", "gemm/fp8/300", "gemm/bfloat16/64", "gemm/fp8 weights/8", "moe/fp8/8"],
-    80: ["gemm/fp8/8", "gemm/int8/64", "moe/bfloat16/8"],
+    90: [
+        *("gemm/fp8/8", "gemm/fp8/300", "gemm/bfloat16/64", "gemm/fp8 weights/8", "moe/fp8/8"),
+        *("gated/fp8/8", "gated/fp8/64", "gated/bfloat16/64", "gated/int8/8", "gated/fp8/300"),
+    ],
+    80: ["gemm/fp8/8", "gemm/int8/64", "moe/bfloat16/8", "gated/fp8/8", "gated/bfloat16/64"],
 }
 
 
-@pytest.mark.parametrize(("capability", "products"), cases(PRODUCTS, {90: [0, 2, 4]}))
+@pytest.mark.parametrize(("capability", "products"), cases(PRODUCTS, {90: [0, 2, 4, 5, 6]}))
 def test_products(capability: int, products: list[str]) -> None:
     built = compiled("launch_products.launch", capability, *products)
     names = {kernel.kernel for kernel in built}
-    assert names == {"gemm", "add_parts", "_round_rows", "_blocks", "_grouped", "_combine"}
+    mixture = {"_blocks", "_grouped", "_combine"}
+    assert names == {"gemm", "gated_gemm", "add_parts", "_round_rows"} | mixture
     for kernel in built:
         assert kernel.shared_bytes <= SHARED[capability], kernel
         assert kernel.spilled_bytes <= MOST_SPILLED, kernel
-        if kernel.kernel in ("gemm", "_grouped"):
+        if kernel.kernel in ("gemm", "gated_gemm", "_grouped"):
             assert uses_matrix_units(kernel), kernel
             assert kernel.wgmma == (capability == 90), kernel

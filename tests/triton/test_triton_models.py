@@ -11,6 +11,7 @@ from paged import PagedRunner, Rows
 
 import where
 from depth import deep_on_cpu
+from weft.kernels import float8
 from weft.kernels.ops import select_ops
 from weft.kernels.unavailable import KernelUnavailable
 from weft.models.fused import fusable
@@ -59,8 +60,11 @@ def test_logits_are_those_of_plain_torch(name, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", pytest.param("qwen3-moe", marks=deep_on_cpu)])
-def test_weights_in_fp8_are_those_of_plain_torch(name, tmp_path) -> None:
-    """Rounded at load and activations by token, with the same codes but where a tie falls."""
+def test_weights_in_fp8_are_those_of_plain_torch(name, tmp_path, monkeypatch) -> None:
+    """Rounded at load and activations by token or group, with the same codes but where a tie falls.
+
+    The kernels round what an output or a down projection multiplies in groups: 32 of float32.
+    """
     folder = save(build(name), tmp_path)
     rounding = partial(storage_of, quantize="fp8", group=64)
     plain, rounded, decoder = (
@@ -71,6 +75,18 @@ def test_weights_in_fp8_are_those_of_plain_torch(name, tmp_path) -> None:
             (str(DEVICE), "triton", rounding),
         )
     )
+    by_token = float8.rounded_inputs
+    monkeypatch.setattr(
+        float8,
+        "rounded_inputs",
+        lambda x, inputs: (
+            float8.round_groups(x, 32).widen() if inputs == "groups" else by_token(x, inputs)
+        ),
+    )
+    for layer in rounded.layers:
+        for matrix in (layer.output, layer.down):
+            if matrix is not None:
+                matrix.inputs = "groups"
     whole = all(fusable(decoder.spec, layer, decoder.ops.fused) for layer in decoder.spec.layers)
     runners = PagedRunner(plain), PagedRunner(rounded), PagedRunner(decoder, bound=whole)
     for rows in STEPS:

@@ -7,8 +7,17 @@ from weft.core.errors import ConfigError, KernelError
 from weft.core.kv_types import KV_TYPES
 from weft.kernels.codes import CodeForm
 from weft.kernels.interface import OpTable
-from weft.kernels.storage import MULTIPLIED, computed_as
-from weft.kernels.tuning import DECODE, PREFILL, LaunchShape, Pinned, kind_of, kv_kind, op_of
+from weft.kernels.storage import MULTIPLIED, Storage, computed_as
+from weft.kernels.tuning import (
+    DECODE,
+    GATED,
+    PREFILL,
+    LaunchShape,
+    Pinned,
+    kind_of,
+    kv_kind,
+    op_of,
+)
 from weft.kernels.unavailable import KernelUnavailable
 from weft.models.families import FAMILIES
 from weft.models.layout import parameters, storage_of, stored_as
@@ -156,19 +165,26 @@ def product_shapes(config: EngineConfig, spec: ModelSpec, dtype: str) -> list[La
         tied = parameter.name == "embed" and spec.tied_embeddings
         name = "lm_head" if tied else parameter.name
         if name.rpartition(".")[2] in MULTIPLIED:
-            kind = _kind(config, spec, dtype, name, parameter)
+            storage = _storage(config, spec, name, parameter)
+            form = None if storage is None else CodeForm.of(storage)
+            kind = _kind(storage, dtype) if form is None else form.kind(dtype)
             found.add(LaunchShape(op_of(name), kind, parameter.shape))
+            if name.rpartition(".")[2] == "gate_up" and form is None:
+                found.add(LaunchShape(GATED, kind, parameter.shape))
     return sorted(found)
 
 
-def _kind(
-    config: EngineConfig, spec: ModelSpec, dtype: str, name: str, parameter: Parameter
-) -> str:
+def _storage(
+    config: EngineConfig, spec: ModelSpec, name: str, parameter: Parameter
+) -> Storage | None:
     storage = storage_of(name, config.quantize, config.quantize_group)
     if storage is None and spec.stored_weights is not None:
-        storage = stored_as(spec.stored_weights, parameter)
+        return stored_as(spec.stored_weights, parameter)
+    return storage
+
+
+def _kind(storage: Storage | None, dtype: str) -> str:
+    """Return the kind of a matrix that has not a scale for each group of inputs."""
     if storage is None:
         return kind_of(dtype, None, False)
-    if (form := CodeForm.of(storage)) is not None:
-        return form.kind(dtype)
     return kind_of(dtype, storage.format, storage.format != "int" and storage.inputs != "float")

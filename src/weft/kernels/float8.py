@@ -31,14 +31,19 @@ class Rounded:
 
     Attributes:
         codes: [T, K] E4M3; where the device has no arithmetic in it, bfloat16 of the same values.
-        scales: [T] float32.
+        scales: [T] float32, or [T, K / group rounded up].
+        group: numbers of a row that share a scale; None: all.
     """
 
     codes: Tensor
     scales: Tensor
+    group: int | None = None
 
     def widen(self) -> Tensor:
         """Return the rows in float32."""
+        if self.group is not None:
+            scales = self.scales.repeat_interleave(self.group, 1)[:, : self.codes.shape[1]]
+            return self.codes.float() * scales
         return self.codes.float() * self.scales.unsqueeze(1)
 
 
@@ -77,7 +82,7 @@ def round_groups(x: Tensor, group: int) -> Rounded:
     padded = functional.pad(x.float(), (0, -inputs % group))
     rounded = round_rows(padded.reshape(-1, group))
     codes = rounded.codes.view(torch.uint8).reshape(rows, -1)[:, :inputs]
-    return Rounded(codes.contiguous().view(E4M3), rounded.scales.reshape(rows, -1))
+    return Rounded(codes.contiguous().view(E4M3), rounded.scales.reshape(rows, -1), group)
 
 
 def round_weights(weight: Tensor) -> Rounded:

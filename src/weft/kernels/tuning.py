@@ -24,6 +24,7 @@ ARTEFACTS = Path(__file__).parent / "tuned"  # pinned files of the package, by h
 SOURCES = Path(__file__).parent / "triton"
 MAKE = "weft profile --tune"
 MOST_SPLITS = 8
+GATED = "gated"  # gate and up of an MLP in one product, which activates
 ROUNDS = 3  # of a search
 EVERY = 0  # in place of rows: for any number of them
 
@@ -57,7 +58,7 @@ class LaunchShape:
     """The key of a launch, beside the rows.
 
     Attributes:
-        op: ``gemm``, ``moe_gate_up``, ``moe_down``, ``DECODE`` or ``PREFILL``.
+        op: ``gemm``, ``GATED``, ``moe_gate_up``, ``moe_down``, ``DECODE`` or ``PREFILL``.
         kind: how the weight is stored and multiplied, ``Matrix.kind``; of attention ``kv_kind``.
         sizes: outputs and inputs of the matrix, of experts their number in front; of attention the
             KV heads, the query heads of each, and their size.
@@ -139,7 +140,7 @@ def _by_rule(device: Heuristic, shape: LaunchShape, bucket: int) -> Launch:
         kinds = {"wide": dtype == "float32", "gated": shape.op == "moe_gate_up"}
         return launch_by_rule(form, shape.sizes, bucket, device.processors, **kinds)
     outputs, inputs = shape.sizes[-2:]
-    gated = shape.op == "moe_gate_up"
+    gated = shape.op in (GATED, "moe_gate_up")
     weight, row = _item_bytes(shape.kind)
     wide = row == 4
     block_m = min(bucket, 64 if wide else 128)

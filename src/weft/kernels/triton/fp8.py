@@ -46,7 +46,7 @@ def from_bits(bits):
 
 @triton.jit
 def row_scale(most, finite, static, STATIC: tl.constexpr):
-    """Scale and factor of a row whose largest number is ``most``; see ``float8.round_rows``."""
+    """Scale and factor of rows whose largest numbers are ``most``; see ``float8.round_rows``."""
     if STATIC:
         scale = tl.load(static)
         factor = 1.0 / scale

@@ -17,7 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.triton.fp8 import from_bits
+from weft.kernels.triton.fp8 import from_bits, row_scale, to_e4m3
+
+# How rows of a product come that are rounded in groups of BLOCK_K inputs.
+GIVEN = 1  # rounded, with a scale for each group
+MADE = 2  # as floats, which the product rounds
+_GIVEN = tl.constexpr(GIVEN)
+_MADE = tl.constexpr(MADE)
 
 
 @triton.jit
@@ -26,6 +32,20 @@ def operand(values, OPERAND: tl.constexpr, BITS: tl.constexpr):
     if BITS:
         return from_bits(values).to(OPERAND)
     return values.to(OPERAND)
+
+
+@triton.jit
+def rounded(rows, static, STATIC: tl.constexpr, OPERAND: tl.constexpr):
+    """Round floats [K, M] to E4M3 for ``tl.dot``, with one scale [M]; see ``fp8.row_scale``."""
+    v = rows.to(tl.float32)
+    finite = tl.max(((v - v) != 0.0).to(tl.int32), 0) == 0
+    scale, factor = row_scale(tl.max(tl.abs(v), 0), finite, static, STATIC)
+    v = tl.where(finite[None, :], v * (tl.zeros_like(scale) + factor)[None, :], 0.0)
+    if tl.float8e4nv == OPERAND and not STATIC:
+        codes = v.to(tl.float8e4nv)  # the hardware rounds alike, and nothing is too large
+    else:
+        codes = to_e4m3(v).to(OPERAND)
+    return codes, scale
 
 
 @triton.jit
@@ -53,7 +73,7 @@ def finish(
 def gemm(
     x,  # [M, K]
     w,  # [N, K]
-    row_scale,  # [M] float32
+    factors,  # [M] float32, or [M, groups] if GIVEN; a static scale [] if MADE
     scale,  # [N] float32
     bias,  # [N]
     residual,  # [M, N]
@@ -72,8 +92,12 @@ def gemm(
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
     FLAGS: tl.constexpr,
+    GROUPS: tl.constexpr = 0,
+    STATIC: tl.constexpr = False,
 ):
     """One block of outputs of one block of rows, summed over one part of the inputs.
+
+    GROUPS: rows are rounded in groups of BLOCK_K: ``GIVEN`` or ``MADE``.
 
     EXACT: with FP8, inputs after which sums go on in float32 proper: the tensor cores of Hopper add
     FP8 products with 14 bits of mantissa (DeepSeek-V3 2024, section 3.3.2). None: not FP8.
@@ -101,20 +125,31 @@ def gemm(
             k_in = k + step * BLOCK_K < K
             weights = tl.load(w_at, mask=n_in[:, None] & k_in[None, :], other=0.0)
             rows = tl.load(x_at, mask=m_in[None, :] & k_in[:, None], other=0.0)
-        acc = tl.dot(
-            operand(weights, OPERAND, BITS),
-            rows.to(OPERAND),
-            acc,
-            input_precision=PRECISION,
-            max_num_imprecise_acc=EXACT,
-        )
+        weights = operand(weights, OPERAND, BITS)
+        if GROUPS == 0:
+            acc = tl.dot(
+                weights,
+                rows.to(OPERAND),
+                acc,
+                input_precision=PRECISION,
+                max_num_imprecise_acc=EXACT,
+            )
+        else:
+            if GROUPS == _GIVEN:
+                codes = rows.to(OPERAND)
+                group = part * STEPS + step
+                own = factors + m.to(tl.int64) * ((K + BLOCK_K - 1) // BLOCK_K) + group
+                factor = tl.load(own, mask=m_in & (group * BLOCK_K < K), other=0.0)
+            else:
+                codes, factor = rounded(rows, factors, STATIC, OPERAND)
+            acc += tl.dot(weights, codes, input_precision=PRECISION) * factor[None, :]
         w_at += BLOCK_K
         x_at += BLOCK_K
     rows, columns = m.to(tl.int64)[None, :], n[:, None]
     inside = n_in[:, None] & m_in[None, :]
     if SPLITS == 1:
         acc = finish(
-            acc, row_scale, scale, bias, residual, rows, columns, inside, residual_stride, FLAGS
+            acc, factors, scale, bias, residual, rows, columns, inside, residual_stride, FLAGS
         )
     place = (part.to(tl.int64) * M + rows) * N + columns
     tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside)

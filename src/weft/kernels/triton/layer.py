@@ -9,12 +9,16 @@ from torch import Tensor
 from weft.kernels.float8 import Rounded
 from weft.kernels.parts import LayerParts, check_parts
 from weft.kernels.triton.activation import act_mul_for
+from weft.kernels.triton.coded_matrix import CodedMatrix
+from weft.kernels.triton.gated import gated_product
 from weft.kernels.triton.gemm import Parts
-from weft.kernels.triton.matrix import TritonMatrix, linear, product
+from weft.kernels.triton.matrix import TritonMatrix, not_by_gemm, product
 from weft.kernels.triton.moe import moe
 from weft.kernels.triton.norm import NormKind, add, add_norm, norm
 from weft.kernels.triton.rope import HeadNorm, Places, rotate
 from weft.kernels.triton.route import route
+
+Matrix = TritonMatrix | CodedMatrix
 
 
 @dataclass(frozen=True)
@@ -55,11 +59,11 @@ class TritonLayer:
         self._shape = shape
         self._norms = norms
         self._biases = parts.biases
-        self._qkv: TritonMatrix = matrices["qkv"]
-        self._output: TritonMatrix = matrices["output"]
-        self._gate_up: TritonMatrix | None = matrices.get("gate_up")
-        self._down: TritonMatrix | None = matrices.get("down")
-        self._router: TritonMatrix | None = matrices.get("router")
+        self._qkv: Matrix = matrices["qkv"]
+        self._output: Matrix = matrices["output"]
+        self._gate_up: Matrix | None = matrices.get("gate_up")
+        self._down: Matrix | None = matrices.get("down")
+        self._router: Matrix | None = matrices.get("router")
         self._experts = parts.experts
         self._kind = NormKind(shape.norm_eps, shape.norm_plus_one)
         weight = norms.qk_norm
@@ -122,9 +126,20 @@ class TritonLayer:
             return moe(x, shares, ids, experts.gate_up, experts.down, self._shape.activation)
         assert self._gate_up is not None
         assert self._down is not None
-        y = linear(x, self._gate_up, self._biases.gate_up_bias)  # [T, 2 I]
-        gated = act_mul_for(self._down.inputs, y, self._shape.activation)  # [T, I]
-        return product(gated, self._down, self._biases.down_bias)
+        biases = self._biases
+        return product(self._gated(x, self._gate_up, self._down), self._down, biases.down_bias)
+
+    def _gated(self, x: Tensor | Rounded, gate_up: Matrix, down: Matrix) -> Tensor | Rounded:
+        """Activated gates times values [T, I], as ``down`` takes them if it is rounded here."""
+        shape, bias = self._shape, self._biases.gate_up_bias
+        rows = x.codes if isinstance(x, Rounded) else x
+        if not_by_gemm(len(rows), gate_up, rows.device):
+            y = product(x, gate_up, bias)  # [T, 2 I]
+            assert isinstance(y, Tensor)
+            return act_mul_for(down.inputs, y, shape.activation)
+        assert isinstance(gate_up, TritonMatrix)
+        inputs = "float" if not_by_gemm(len(rows), down, rows.device) else down.inputs
+        return gated_product(x, gate_up, bias, shape.activation, inputs)
 
     def _rotated(
         self, qkv: Tensor | Parts, cos: Tensor, sin: Tensor, places: Places | None
@@ -136,7 +151,7 @@ class TritonLayer:
 
 
 def add_up(
-    total: Sum, weight: Tensor, kind: NormKind, matrix: TritonMatrix | None
+    total: Sum, weight: Tensor, kind: NormKind, matrix: Matrix | None
 ) -> tuple[Tensor | Rounded, Tensor]:
     """Return the norm of a sum, as ``matrix`` takes it, and the sum [T, C]."""
     inputs = "float" if matrix is None else matrix.inputs

@@ -33,11 +33,13 @@ from weft.kernels.triton.device import (
 )
 from weft.kernels.triton.embedding import embedding as rows_of
 from weft.kernels.triton.fp8 import round_rows
-from weft.kernels.triton.gemm import Parts, add_parts, gemm
+from weft.kernels.triton.gemm import GIVEN, MADE, Parts, add_parts, gemm
 from weft.kernels.triton.launch import FLOATS, interpreted
 from weft.kernels.tuning import Launch, LaunchShape, Tuning, kind_of, op_of
 
 SMALL = 64  # rows up to which ``gemm.py`` computes every product
+ROUNDED_WITHIN = 32  # rows up to which a product may round them itself
+MOST_STAGES = 8
 EXACT = 128  # inputs of FP8 products that the tensor cores add by themselves
 _ADD_BLOCK = 1024  # outputs that a program of ``add_parts`` takes
 
@@ -53,7 +55,7 @@ class TritonMatrix:
         op: what the tuning calls it.
     """
 
-    __slots__ = ("_shape", "_tuning", "dtype", "inputs", "op", "scales", "values")
+    __slots__ = ("_shapes", "_tuning", "dtype", "inputs", "op", "scales", "values")
 
     def __init__(
         self,
@@ -71,7 +73,7 @@ class TritonMatrix:
         self.inputs = inputs
         self.op = op
         self._tuning = tuning
-        self._shape: LaunchShape | None = None
+        self._shapes: dict[str, LaunchShape] = {}
 
     @property
     def shape(self) -> torch.Size:
@@ -95,11 +97,16 @@ class TritonMatrix:
         dtype = str(self.dtype).removeprefix("torch.")
         return kind_of(dtype, formats.get(self.values.dtype), self.rounds)
 
-    def launch(self, rows: int) -> Launch:
-        """Return the launch configuration for so many rows. Raises KernelUnavailable."""
-        if self._shape is None:
-            self._shape = LaunchShape(self.op, self.kind, tuple(self.shape))
-        return self._tuning.launch(self._shape, rows)
+    def launch(self, rows: int, op: str | None = None) -> Launch:
+        """Return the launch of so many rows. Raises KernelUnavailable.
+
+        Args:
+            op: of another product with the same weight.
+        """
+        op = op or self.op
+        if op not in self._shapes:
+            self._shapes[op] = LaunchShape(op, self.kind, tuple(self.shape))
+        return self._tuning.launch(self._shapes[op], rows)
 
     def __getitem__(self, expert: int) -> TritonMatrix:
         scales = None if self.scales is None else self.scales[expert]
@@ -160,8 +167,45 @@ def linear(
 def product(
     x: Tensor | Rounded, matrix: TritonMatrix | CodedMatrix, bias: Tensor | None
 ) -> Tensor | Parts:
-    """Return ``linear`` without a residual, its parts not added yet if the inputs were split."""
+    """Return ``linear`` without a residual, its parts not added yet if the inputs were split.
+
+    Up to ``ROUNDED_WITHIN`` rows that it rounds have a scale for each group of inputs that a step
+    of the kernel takes, which is finer than ``linear``'s scale for each row.
+
+    Args:
+        x: may also be rounded in groups.
+    """
+    rounds = isinstance(matrix, TritonMatrix) and matrix.rounds
+    if rounds and isinstance(x, Tensor) and len(x) <= ROUNDED_WITHIN:
+        assert isinstance(matrix, TritonMatrix)
+        _check(x, matrix)
+        x = x if x.stride(1) == 1 else x.contiguous()
+        static = matrix.inputs if isinstance(matrix.inputs, Tensor) else None
+        return small_product(
+            x, static, matrix, bias, None, matrix.dtype, whole=False, rounding=(MADE, None)
+        )
     return _multiply(x, matrix, bias, None, matrix.dtype, whole=False)
+
+
+def rows_for(x: Tensor | Rounded, matrix: TritonMatrix) -> tuple[Tensor, Tensor | None]:
+    """Return rows [M, K] as the kernels multiply them, and the scales of those that are rounded.
+
+    Raises:
+        ValueError: they do not fit.
+    """
+    if isinstance(x, Tensor):
+        _check(x, matrix)
+        if matrix.rounds:
+            x = round_rows(x, matrix.inputs if isinstance(matrix.inputs, Tensor) else None)
+    rows, scales = (x.codes, x.scales) if isinstance(x, Rounded) else (x, None)
+    return (rows if rows.stride(1) == 1 else rows.contiguous()), scales
+
+
+def not_by_gemm(rows: int, matrix: TritonMatrix | CodedMatrix, device: torch.device) -> bool:
+    """Whether torch multiplies so many rows, with one scale each if rounded, or codes are."""
+    if isinstance(matrix, CodedMatrix):
+        return True
+    return rows > SMALL and _is_library(matrix, device, matrix.dtype)
 
 
 def _multiply(
@@ -176,19 +220,14 @@ def _multiply(
     if isinstance(matrix, CodedMatrix):
         assert isinstance(x, Tensor)
         return coded.linear(x, matrix, bias, residual, dtype)
-    if isinstance(x, Tensor) and matrix.rounds:
-        _check(x, matrix)
-        x = round_rows(x, matrix.inputs if isinstance(matrix.inputs, Tensor) else None)
-    if isinstance(x, Rounded):
-        rows, row_scales = x.codes, x.scales
-    else:
-        rows, row_scales = x, None
-        _check(x, matrix)
-    if rows.stride(1) != 1:
-        rows = rows.contiguous()
-    if len(rows) > SMALL and _is_library(matrix, rows.device, dtype):
-        return _library(rows, row_scales, matrix, bias, residual, dtype)
-    return small_product(rows, row_scales, matrix, bias, residual, dtype, whole=whole)
+    rows, scales = rows_for(x, matrix)
+    group = x.group if isinstance(x, Rounded) else None
+    if group is None and len(rows) > SMALL and _is_library(matrix, rows.device, dtype):
+        return _library(rows, scales, matrix, bias, residual, dtype)
+    rounding = None if group is None else (GIVEN, group)
+    return small_product(
+        rows, scales, matrix, bias, residual, dtype, whole=whole, rounding=rounding
+    )
 
 
 def logits(hidden: Tensor | Rounded, matrix: TritonMatrix | CodedMatrix) -> Tensor:
@@ -344,22 +383,31 @@ def small_product(
     dtype: torch.dtype,
     *,
     whole: bool = True,
+    rounding: tuple[int, int | None] | None = None,
 ) -> Tensor | Parts:
     """Return a product by ``gemm.py``, whatever the rows; see ``linear``.
 
     Args:
         rows: contiguous along the inputs, of the matrix's dtype or rounded.
         row_scales: [M] float32 of rounded rows, else None.
+        rounding: of rows in groups, ``GIVEN`` and the size of a group, or ``MADE`` by the product:
+            ``row_scales`` are [M, groups] then, or the one of all, or None.
         whole: whether parts are added if the inputs are split.
     """
     count, (outputs, inputs) = len(rows), matrix.shape
     if count == 0:
         return torch.empty((count, outputs), dtype=dtype, device=rows.device)
-    launch = matrix.launch(count)
+    launch, groups = dict(matrix.launch(count)), 0
+    if rounding is not None:
+        groups, size = rounding
+        size = size or launch["BLOCK_K"]
+        stages = launch["num_stages"] * launch["BLOCK_K"] // size  # as many bytes ahead
+        launch |= {"BLOCK_K": size, "num_stages": min(max(2, stages), MOST_STAGES)}
     splits = launch["SPLITS"]
     operand, bits = operand_of(matrix, rows.device)
     parts = (row_scales, matrix.scales, bias, residual)
     flags = sum(1 << place for place, part in enumerate(parts) if part is not None)
+    flags &= ~1 if groups else ~0  # which a step multiplies with
     target = torch.empty(
         (count, outputs) if splits == 1 else (splits, count, outputs),
         dtype=dtype if splits == 1 else torch.float32,
@@ -382,12 +430,14 @@ def small_product(
         PRECISION="ieee" if matrix.dtype == torch.float32 else "tf32",
         EXACT=min(EXACT, launch["BLOCK_K"]) if operand == tl.float8e4nv else None,
         FLAGS=flags,
+        GROUPS=groups,
+        STATIC=groups == MADE and row_scales is not None,
         **launch,
     )
     if splits == 1:
         return target
     if not whole:
-        return Parts(target, row_scales, matrix.scales, bias, dtype)
+        return Parts(target, None if groups else row_scales, matrix.scales, bias, dtype)
     out = torch.empty((count, outputs), dtype=dtype, device=rows.device)
     add_parts[count, triton.cdiv(outputs, _ADD_BLOCK)](
         target,

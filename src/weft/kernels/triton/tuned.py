@@ -16,9 +16,19 @@ from weft.kernels.triton.coded import linear as coded_product
 from weft.kernels.triton.coded_matrix import CodedMatrix, random_codes
 from weft.kernels.triton.device import copies_beyond_caches, processors, shared_bytes
 from weft.kernels.triton.fp8 import round_rows
+from weft.kernels.triton.gated import gated_product
 from weft.kernels.triton.matrix import TritonMatrix, pack, quantised, small_product
 from weft.kernels.triton.moe import moe
-from weft.kernels.tuning import Heuristic, Launch, LaunchShape, Tuning, artefact_path, load, search
+from weft.kernels.tuning import (
+    GATED,
+    Heuristic,
+    Launch,
+    LaunchShape,
+    Tuning,
+    artefact_path,
+    load,
+    search,
+)
 from weft.kernels.unavailable import KernelUnavailable
 
 logger = logging.getLogger("weft")
@@ -27,6 +37,7 @@ REPLAYS = 5  # of a graph of launches; the shortest counts
 CANNOT_RUN = (triton.runtime.errors.OutOfResources, triton.runtime.errors.PTXASError)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PARAMETERS = {"gemm": "qkv", "moe_gate_up": "expert_gate_up", "moe_down": "expert_down"}
+_PARAMETERS[GATED] = "gate_up"
 
 
 def rule(device: torch.device, why: str) -> Heuristic:
@@ -136,7 +147,7 @@ def _calls(
     first = random_matrix(shape, device, trial)
     copies = copies_beyond_caches(first.nbytes, device)
     weights = [first, *(random_matrix(shape, device, trial) for _ in range(copies - 1))]
-    if shape.op == "gemm":
+    if shape.op in ("gemm", GATED):
         return _product(shape, rows, device, weights), copies
     return _mixture(shape, rows, device, trial, weights), copies
 
@@ -151,11 +162,14 @@ def _product(
     x = torch.randn(rows, shape.sizes[1], device=device, dtype=dtype)
     rounded = round_rows(x) if weights[0].rounds else None
     codes, scales = (x, None) if rounded is None else (rounded.codes, rounded.scales)
+    inputs = "float" if rounded is None else "token"
 
     def call(copy: int) -> None:
         weight = weights[copy]
         if isinstance(weight, CodedMatrix):
             coded_product(x, weight, None, None, dtype)
+        elif shape.op == GATED:
+            gated_product(x if rounded is None else rounded, weight, None, "silu", inputs)
         else:
             small_product(codes, scales, weight, None, None, dtype)
 
