@@ -11,8 +11,10 @@ from weights import Fixed, make
 
 from weft.kernels import float8
 from weft.kernels.float8 import E4M3
-from weft.kernels.triton import matrix
+from weft.kernels.ops import _triton_ops
+from weft.kernels.triton import device, matrix
 from weft.kernels.triton.matrix import TritonMatrix
+from weft.models.layout import storage_of
 
 LAUNCH = Fixed(32, 32, 32, 1)
 BF16 = torch.bfloat16
@@ -21,7 +23,7 @@ ROWS = 70  # more than ``matrix.SMALL``
 
 def scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, bias: Tensor | None,
-    out_dtype: torch.dtype,
+    out_dtype: torch.dtype, use_fast_accum: bool = False,
 ) -> Tensor:  # fmt: skip
     """``torch._scaled_mm`` with a scale a row: what CUDA's demands of its arguments, in float32.
 
@@ -40,6 +42,7 @@ def scaled_mm(
         assert scale.shape == shape, "scales must be one a row and one a column"
         assert scale.is_contiguous()
     assert out_dtype == BF16, "scales of rows are for bfloat16 alone"
+    assert isinstance(use_fast_accum, bool)
     product = (a.float() @ b.float()) * scale_a * scale_b
     if bias is not None:
         assert bias.dtype == BF16, "the bias must be bfloat16"
@@ -51,11 +54,11 @@ def scaled_mm(
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Have products computed as on a Hopper GPU; the calls of ``_scaled_mm`` are noted."""
+    """Have products computed as on a Hopper GPU; how ``_scaled_mm`` is to add is noted."""
     noted = []
 
     def note(*args, **kwargs) -> Tensor:
-        noted.append("_scaled_mm")
+        noted.append("fast" if kwargs["use_fast_accum"] else "full")
         return scaled_mm(*args, **kwargs)
 
     monkeypatch.setattr(torch, "_scaled_mm", note)
@@ -82,12 +85,38 @@ def test_fp8_products(calls, inputs: str, strided: bool, added: str) -> None:
         part if name in added else None for name, part in (("bias", bias), ("residual", residual))
     )
     found = matrix.linear(x, made, bias, None if residual is None else residual.clone())
-    assert calls == ["_scaled_mm"]
+    assert calls == ["full"]
     truth = float8.rounded_inputs(x, made.inputs).double() @ made.dequantize().double().T
     truth = truth + (0 if bias is None else bias) + (0 if residual is None else residual)
     assert found.dtype == BF16
     # The sum is rounded before the residual is added, and with it.
     torch.testing.assert_close(found.double(), truth, rtol=2**-7, atol=2**-6)
+
+
+@pytest.mark.parametrize(
+    ("capability", "wish", "fast"),
+    [
+        ((8, 9), "auto", False),
+        ((9, 0), "auto", False),
+        ((9, 0), "fast", True),
+        ((10, 0), "auto", True),
+        ((10, 0), "full", False),
+        ((12, 0), "auto", False),
+    ],
+)
+def test_sums_keep_their_bits_unless_asked_otherwise(
+    calls, monkeypatch, capability, wish, fast
+) -> None:
+    """The least exact sums are those of Ada and Hopper; the rows of Triton's kernels lose none."""
+    monkeypatch.setattr(device, "capability", lambda _: capability)
+    ops = _triton_ops(str(torch.get_default_device()), "bfloat16", {"linear": "fp8"}, "auto", wish)
+    assert ops.names["linear"].endswith("fast sums") == fast
+    made = ops.quantise("down", (48, 64), "bfloat16", storage_of("down", "fp8", 64))
+    experts = ops.quantise("expert_down", (2, 48, 64), "bfloat16", storage_of("down", "fp8", 64))
+    x = torch.randn(ROWS, 64).to(BF16)
+    for weight in (made, experts[1]):
+        matrix.linear(x, weight, None)
+    assert calls == ["fast" if fast else "full"] * 2
 
 
 def test_what_torch_cannot_compute_stays_here(calls) -> None:

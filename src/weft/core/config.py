@@ -22,6 +22,7 @@ from weft.core.types import MAX_SEED, MAX_SPECULATION, ServiceClass
 DTYPES = ("float32", "bfloat16", "float16")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 DEVICES = ("cpu", "cuda")
+FP8_ACCUMULATIONS = ("fast", "full")
 ADMISSIONS = ("demote", "reject", "off")
 RING_SLOTS, RING_SLOTS_PER_SEQUENCE, MOST_RING_SLOTS = 512, 4, 65535
 RING_MEMORY, RING_MEMORY_PER_SLOT = 64 * 2**20, 128 * 2**10
@@ -79,6 +80,14 @@ class EngineConfig:
         "launches of matrix products and attention on a GPU: a file written by weft profile "
         "--tune; heuristic, a rule; auto uses the file that weft ships for the GPU, or else the "
         "rule",
+    )
+    fp8_accumulation: str = setting(
+        "str",
+        "auto",
+        "sums of products in FP8 that torch computes on a GPU, more than 64 rows: full adds parts "
+        "in float32; fast leaves whole sums to the tensor cores, which drop bits before Blackwell; "
+        "auto is full there, and fast from Blackwell on",
+        choices=("auto", *FP8_ACCUMULATIONS),
     )
     require_batch_invariance: bool = setting(
         "bool",

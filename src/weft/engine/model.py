@@ -87,7 +87,9 @@ def find_model(config: EngineConfig, returning_bytes: int = 0, rank: int = 0) ->
     dtype = _choose_dtype(config, spec.dtype, device)
     storage = stored_weights(config, spec, dtype, device)
     try:
-        ops = select_ops(device, dtype, config.kernels, storage, config.tuning)
+        ops = select_ops(
+            device, dtype, config.kernels, storage, config.tuning, config.fp8_accumulation
+        )
     except KernelUnavailable as error:
         raise KernelError(str(error)) from error
     if config.require_batch_invariance and not ops.batch_invariant:

@@ -49,6 +49,7 @@ def select_ops(
     kernels: str = "auto",
     weights: Mapping[str, str] | None = None,
     tuning: str = "auto",
+    fp8_accumulation: str = "auto",
 ) -> OpTable:
     """Choose the implementation of every op for one device and dtype.
 
@@ -60,6 +61,7 @@ def select_ops(
             the batch.
         weights: how the weights of an op are stored, where it is not in ``dtype``.
         tuning: where launches on a GPU come from: ``auto``, ``heuristic``, or a file.
+        fp8_accumulation: of products by torch on a GPU: ``auto``, ``fast`` or ``full``.
 
     Raises:
         KernelUnavailable: the device, the dtype, the wished kernels or the instruction set of
@@ -77,7 +79,7 @@ def select_ops(
     if kind == "cuda" or kernels == "triton":
         if kernels == "cpu" or kind not in ("cuda", "cpu"):
             raise _no_kernel(kernels, device)
-        return _triton_ops(device, dtype, weights or {}, tuning)
+        return _triton_ops(device, dtype, weights or {}, tuning, fp8_accumulation)
     if kind != "cpu":
         raise _no_kernel(kernels, device)
     if dtype == "float16":
@@ -238,7 +240,13 @@ def _native_ops(dtype: str, weights: Mapping[str, str]) -> OpTable:
     )
 
 
-def _triton_ops(device: str, dtype: str, weights: Mapping[str, str], tuning: str) -> OpTable:
+def _triton_ops(
+    device: str,
+    dtype: str,
+    weights: Mapping[str, str],
+    tuning: str,
+    fp8_accumulation: str = "auto",
+) -> OpTable:
     torch = _torch("a GPU" if device != "cpu" else "kernels='triton'")
     try:
         from weft.kernels import reference_sampling
@@ -258,6 +266,7 @@ def _triton_ops(device: str, dtype: str, weights: Mapping[str, str], tuning: str
             stack,
             tuned,
         )
+        from weft.kernels.triton.device import fast_sums
         from weft.kernels.triton.launch import interpreted
     except ImportError as error:
         raise KernelUnavailable(
@@ -272,6 +281,9 @@ def _triton_ops(device: str, dtype: str, weights: Mapping[str, str], tuning: str
         )
     found = tuned.find_tuning(tuning, where)
     stored = {op: f"triton, {weights.get(op, dtype)} weights" for op in WEIGHTED}
+    fast = fast_sums(fp8_accumulation, where)
+    for op in ("linear", "logits") if fast else ():
+        stored[op] += ", fast sums" * ("fp8" in weights.get(op, ""))
     return OpTable(
         rms_norm=norm.rms_norm,
         rope=rope.rope,
@@ -300,7 +312,7 @@ def _triton_ops(device: str, dtype: str, weights: Mapping[str, str], tuning: str
             lanes.receive_lanes,
         ),
         pack=partial(matrix.pack, device=where, tuning=found),
-        quantise=partial(matrix.quantised, device=where, tuning=found),
+        quantise=partial(matrix.quantised, device=where, tuning=found, fast_sums=fast),
         computes=matrix.computes,
         fused=Fused(
             layer.TritonLayer,

@@ -10,7 +10,11 @@ import triton
 NONE = (0, 0)  # the capability of the interpreter
 FP8_CAPABILITY = (8, 9)  # the first with arithmetic in E4M3
 LEAST_SHARED_BYTES = 99 * 1024  # of the smallest of today's GPUs (sm_86, sm_89, sm_120)
-ROWWISE_CAPABILITY = (9, 0)  # the first that ``torch._scaled_mm`` takes a scale a row for
+ROWWISE_CAPABILITY = FP8_CAPABILITY  # the first that ``torch._scaled_mm`` takes a scale a row for
+# Tensor cores of these majors add products of FP8 in full float32 by themselves. Those of Ada and
+# Hopper keep 14 bits (DeepSeek-V3, section 3.3.2), unless sums are moved to float32 in between:
+# cuBLASLt names these two where CUBLASLT_MATMUL_DESC_FAST_ACCUM has an effect.
+FULL_SUMS = (10,)
 
 
 @cache
@@ -22,6 +26,17 @@ def capability(device: torch.device) -> tuple[int, int]:
 def has_fp8(device: torch.device) -> bool:
     """Whether the device computes with E4M3; others get the same numbers in bfloat16."""
     return capability(device) >= FP8_CAPABILITY
+
+
+def fast_sums(wish: str, device: torch.device) -> bool:
+    """Return whether torch leaves whole sums of FP8 to the tensor cores: ``fp8_accumulation``.
+
+    By default where they lose nothing by it, as ``gemm.py``, which computes fewer rows, loses
+    nothing anywhere: a row's result must not get worse with the batch.
+    """
+    if wish == "auto":
+        return capability(device)[0] in FULL_SUMS
+    return wish == "fast"
 
 
 def copies_beyond_caches(nbytes: int, device: torch.device) -> int:

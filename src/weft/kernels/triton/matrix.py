@@ -51,11 +51,12 @@ class TritonMatrix:
         values: the numbers, in a float dtype, E4M3 or int8.
         scales: [N] or [E, N] float32, the factor of each output; None for floats.
         inputs: how activations are rounded first; see ``float8.Float8``.
+        fast_sums: see ``device.fast_sums``.
         dtype: of the activations and of the results.
         op: what the tuning calls it.
     """
 
-    __slots__ = ("_shapes", "_tuning", "dtype", "inputs", "op", "scales", "values")
+    __slots__ = ("_shapes", "_tuning", "dtype", "fast_sums", "inputs", "op", "scales", "values")
 
     def __init__(
         self,
@@ -66,12 +67,14 @@ class TritonMatrix:
         *,
         inputs: str | Tensor = "float",
         op: str = "gemm",
+        fast_sums: bool = False,
     ) -> None:
         self.values = values
         self.scales = scales
         self.dtype = dtype
         self.inputs = inputs
         self.op = op
+        self.fast_sums = fast_sums
         self._tuning = tuning
         self._shapes: dict[str, LaunchShape] = {}
 
@@ -110,8 +113,15 @@ class TritonMatrix:
 
     def __getitem__(self, expert: int) -> TritonMatrix:
         scales = None if self.scales is None else self.scales[expert]
-        values, tuning = self.values[expert], self._tuning
-        return TritonMatrix(values, scales, self.dtype, tuning, inputs=self.inputs, op=self.op)
+        return TritonMatrix(
+            self.values[expert],
+            scales,
+            self.dtype,
+            self._tuning,
+            inputs=self.inputs,
+            op=self.op,
+            fast_sums=self.fast_sums,
+        )
 
     def __len__(self) -> int:
         return len(self.values)
@@ -278,6 +288,7 @@ def quantised(
     *,
     device: torch.device,
     tuning: Tuning,
+    fast_sums: bool = False,
 ) -> TritonMatrix | CodedMatrix:
     """Return where a parameter in codes is written; see ``interface.Quantise``."""
     kind = getattr(torch, dtype)
@@ -288,7 +299,15 @@ def quantised(
     op = op_of(parameter)
     if storage.format == "e4m3":
         empty = Float8.empty(shape, storage.inputs, device)
-        return TritonMatrix(empty.values, empty.scales, kind, tuning, inputs=empty.inputs, op=op)
+        return TritonMatrix(
+            empty.values,
+            empty.scales,
+            kind,
+            tuning,
+            inputs=empty.inputs,
+            op=op,
+            fast_sums=fast_sums,
+        )
     scales = torch.zeros(shape[:-1], dtype=torch.float32, device=device)
     values = torch.zeros(shape, dtype=torch.int8, device=device)
     return TritonMatrix(values, scales, kind, tuning, op=op)
@@ -362,7 +381,9 @@ def _library(
     if row_scales is not None:
         assert matrix.scales is not None
         scales = (row_scales.unsqueeze(1), matrix.scales.unsqueeze(0))
-        out = torch._scaled_mm(rows, weight, *scales, bias=bias, out_dtype=dtype)
+        out = torch._scaled_mm(
+            rows, weight, *scales, bias=bias, out_dtype=dtype, use_fast_accum=matrix.fast_sums
+        )
         return out if residual is None else out.add_(residual)
     if dtype != matrix.dtype:
         out = torch.mm(rows, weight, out_dtype=dtype)
