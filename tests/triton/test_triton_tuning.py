@@ -19,6 +19,7 @@ from weft.engine.model import describe_kernels, find_model
 from weft.engine.tuning import tune_kernels
 from weft.engine.weights import check_heads, check_launches, launch_shapes
 from weft.kernels import reference, tuning
+from weft.kernels.gpus import KNOWN
 from weft.kernels.ops import select_ops
 from weft.kernels.parts import StackParts
 from weft.kernels.triton import tuned, tuned_attention
@@ -103,7 +104,7 @@ def test_the_package_s_file_for_other_kernels_is_told_and_the_rule_is_used(
     path = tmp_path / "gpu.json"
     save(path, GPU, triton.__version__, entries(model_shapes()))
     monkeypatch.setattr(tuned, "artefact_path", lambda _: path)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: GPU)
+    monkeypatch.setattr(tuned, "gpu_at", lambda _: replace(KNOWN["h100"], name=GPU))
     for fact in ("processors", "shared_bytes"):
         monkeypatch.setattr(tuned, fact, lambda _: 232_448)
     device = torch.device("cuda:0")

@@ -202,7 +202,8 @@ def make_executor(
                 param="resident",
             )
         return executor
-    from weft.exec.device import CudaDevice
+    from weft.exec.absent import AbsentDevice
+    from weft.exec.device import CudaDevice, Device
     from weft.exec.device_tier import device_tier
     from weft.exec.graphs import GraphExecutor, Steps
 
@@ -215,7 +216,9 @@ def make_executor(
         lanes=lanes_for(resolved.max_num_seqs),
         leases=is_resident(config, decoder.device),
     )
-    device = CudaDevice(decoder.device)
+    device: Device = AbsentDevice()
+    if decoder.device != AbsentDevice.where.type:
+        device = CudaDevice(decoder.device)
     with host_tier:
         attend = device_attention(config, decoder, table)
         tier = device_tier(store, resolved.host_blocks, device, attend, overlaps=config.overlaps)

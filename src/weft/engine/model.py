@@ -24,6 +24,7 @@ from weft.engine.host_tier import check_attends_on_host
 from weft.engine.machine import has_fast_bfloat16
 from weft.engine.weights import check_heads, check_launches, check_storage, stored_weights
 from weft.exec.workspace import StepSizes, workspace_bytes
+from weft.kernels.gpus import Gpu
 from weft.kernels.interface import OpTable
 from weft.kernels.lanes import lanes_for
 from weft.kernels.ops import OP_DTYPES, TUNED, select_ops
@@ -35,6 +36,9 @@ from weft.models.layout import weight_bytes
 from weft.models.shard import Shard, shard_spec
 from weft.models.spec import ModelSpec
 from weft.models.spec_reader import read_spec
+
+ABSENT = "meta"  # the device where torch follows shapes and has no numbers
+CONTEXT_BYTES = 2**30  # that a driver takes of a GPU, an estimate
 
 
 @dataclass(frozen=True)
@@ -73,8 +77,13 @@ class Model:
         return dict(self.generation.sampling)
 
 
-def find_model(config: EngineConfig, returning_bytes: int = 0, rank: int = 0) -> Model:
+def find_model(
+    config: EngineConfig, returning_bytes: int = 0, rank: int = 0, absent: Gpu | None = None
+) -> Model:
     """Find the model, read what it is, and choose device, dtype and kernels.
+
+    Args:
+        absent: the GPU for which kernels are compiled, where ``meta`` stands for its tensors.
 
     Raises:
         ModelNotFoundError, UnsupportedModelError, ConfigError, KernelError.
@@ -83,7 +92,7 @@ def find_model(config: EngineConfig, returning_bytes: int = 0, rank: int = 0) ->
     spec = read_spec(source, config.max_model_len)
     ranks = config.tensor_parallel
     rank_spec = shard_spec(spec, ranks)
-    device = pick_device(config.device, rank, ranks)
+    device = ABSENT if absent else pick_device(config.device, rank, ranks)
     dtype = _choose_dtype(config, spec.dtype, device)
     storage = stored_weights(config, spec, dtype, device)
     try:
@@ -109,7 +118,9 @@ def find_model(config: EngineConfig, returning_bytes: int = 0, rank: int = 0) ->
         weight_bytes=weight_bytes(
             spec, dtype, config.quantize, config.quantize_group, Shard(0, ranks), ops.computes
         ),
-        available_bytes=_free_memory(device, ranks, returning_bytes),
+        available_bytes=_free_memory(device, ranks, returning_bytes)
+        if absent is None
+        else absent.memory_bytes - CONTEXT_BYTES,
         groups=tuple(
             GroupFacts(group.name, group.window, group.bytes_per_token(*kv_bytes))
             for group in rank_spec.kv_groups
@@ -131,20 +142,20 @@ def find_model(config: EngineConfig, returning_bytes: int = 0, rank: int = 0) ->
 
 
 def resolve_settings(
-    config: EngineConfig, returning_bytes: int = 0
+    config: EngineConfig, returning_bytes: int = 0, absent: Gpu | None = None
 ) -> tuple[Model, ResolvedConfig]:
-    """Find the model and decide everything that is open.
+    """Find the model and decide everything that is open; see ``find_model``.
 
     The spec depends on the longest sequence served (longrope factors; a window that no sequence
     outgrows is none), so it is read again once that length is known.
     """
-    model = find_model(config, returning_bytes)
+    model = find_model(config, returning_bytes, absent=absent)
     resolved = resolve(config, model.facts)
     if resolved.max_model_len == config.max_model_len:
         return model, resolved
     limited = resolved.limited_by_memory
     config = replace(config, max_model_len=resolved.max_model_len)
-    model = find_model(config, returning_bytes)
+    model = find_model(config, returning_bytes, absent=absent)
     return model, replace(resolve(config, model.facts), limited_by_memory=limited)
 
 

@@ -18,6 +18,7 @@ from weft.kernels.unavailable import KernelUnavailable
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 KERNEL_CHOICES = ("auto", "cpu", "triton", "reference")
+GPU_KINDS = ("cuda", "meta")  # types of devices
 WEIGHTED = ("linear", "logits", "embedding", "moe")
 TUNED = ("linear", "logits", "moe", "paged_attention")  # the launches of other ops are fixed
 # What ops compute in whatever the dtype of the model is.
@@ -54,7 +55,8 @@ def select_ops(
     """Choose the implementation of every op for one device and dtype.
 
     Args:
-        device: ``cpu``, or a CUDA device as torch names it, such as ``cuda:0``.
+        device: ``cpu``, or a CUDA device as torch names it, such as ``cuda:0``; ``meta`` for one
+            that is absent, see ``triton.device``.
         dtype: the name of that of weights and activations.
         kernels: ``auto`` for the kernels of the device: ``cpu``, the native ones, or ``triton``;
             ``reference`` for plain torch in every op, which is slow and whose results may differ by
@@ -76,8 +78,8 @@ def select_ops(
     if kernels == "reference":
         return _reference_ops(device, weights or {})
     kind = device.partition(":")[0]
-    if kind == "cuda" or kernels == "triton":
-        if kernels == "cpu" or kind not in ("cuda", "cpu"):
+    if kind in GPU_KINDS or kernels == "triton":
+        if kernels == "cpu" or kind not in (*GPU_KINDS, "cpu"):
             raise _no_kernel(kernels, device)
         return _triton_ops(device, dtype, weights or {}, tuning, fp8_accumulation)
     if kind != "cpu":

@@ -154,6 +154,19 @@ class Checkpoint:
         self._codes.tell()
         return weights
 
+    def kept(self, computes: Callable[[Storage], bool]) -> list[tuple[Parameter, Storage | None]]:
+        """Return every parameter, with how its codes are kept; None: it is or becomes floats.
+
+        Args:
+            computes: with which codes the kernels multiply.
+        """
+        found = []
+        for parameter in self._parameters:
+            stored = self._stored_as(parameter)
+            kept = None if stored is None else computed_as(stored, computes)
+            found.append((parameter, kept and self._codes.storage(parameter, kept)))
+        return found
+
     def _coded(
         self, parameter: Parameter, name: str, dtype: str, kept: Storage, ops: OpTable
     ) -> Any:

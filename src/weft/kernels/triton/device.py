@@ -1,4 +1,8 @@
-"""Facts of the device that the Triton kernels need."""
+"""Facts of the device that the Triton kernels need: of a GPU, or of one that is absent.
+
+Tensors on ``meta`` have shapes and no numbers. Where kernels are compiled for a GPU that is absent,
+they stand for its tensors (``stand_in``).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ from functools import cache
 
 import torch
 import triton
+
+from weft.kernels.gpus import Gpu
 
 NONE = (0, 0)  # the capability of the interpreter
 FP8_CAPABILITY = (8, 9)  # the first with arithmetic in E4M3
@@ -16,11 +22,35 @@ ROWWISE_CAPABILITY = FP8_CAPABILITY  # the first that ``torch._scaled_mm`` takes
 # cuBLASLt names these two where CUBLASLT_MATMUL_DESC_FAST_ACCUM has an effect.
 FULL_SUMS = (10,)
 
+_absent: dict[str, Gpu] = {}  # by the type of the device that stands for it
+
+
+def stand_in(gpu: Gpu | None) -> None:
+    """Have ``meta`` stand for a GPU in this process from now on; None: for none."""
+    _absent.clear()
+    if gpu is not None:
+        _absent["meta"] = gpu
+
+
+def gpu_at(device: torch.device) -> Gpu | None:
+    """Return the facts of a CUDA device, or of the GPU that a device stands for; else None."""
+    return _present(device) if device.type == "cuda" else _absent.get(device.type)
+
 
 @cache
+def _present(device: torch.device) -> Gpu:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    found = torch.cuda.get_device_properties(index)
+    shared = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
+    capability = int(found.major), int(found.minor)
+    processors = int(found.multi_processor_count)
+    return Gpu(found.name, capability, processors, int(shared), int(found.total_memory))
+
+
 def capability(device: torch.device) -> tuple[int, int]:
     """Return the compute capability of a CUDA device; ``NONE`` of the interpreter."""
-    return NONE if device.type != "cuda" else torch.cuda.get_device_capability(device)
+    gpu = gpu_at(device)
+    return NONE if gpu is None else gpu.capability
 
 
 def has_fp8(device: torch.device) -> bool:
@@ -49,21 +79,16 @@ def copies_beyond_caches(nbytes: int, device: torch.device) -> int:
     return 1 + 2 * int(torch.cuda.get_device_properties(device).L2_cache_size) // nbytes
 
 
-@cache
 def processors(device: torch.device) -> int:
     """Return how many multiprocessors a CUDA device has; 1 of the interpreter."""
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    gpu = gpu_at(device)
+    return 1 if gpu is None else gpu.processors
 
 
-@cache
 def shared_bytes(device: torch.device) -> int:
     """Return how much shared memory a program may have on a CUDA device; little in the interpreter.
 
     Source of the least: CUDA C++ programming guide, technical specifications per capability.
     """
-    if device.type != "cuda":
-        return LEAST_SHARED_BYTES
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
+    gpu = gpu_at(device)
+    return LEAST_SHARED_BYTES if gpu is None else gpu.shared_bytes

@@ -29,7 +29,7 @@ def write(cache_k: Tensor, cache_v: Tensor, k: Tensor, v: Tensor, slot_mapping: 
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _write_kernel(
     k, v, cache_k, cache_v, scales_k, scales_v, slot_mapping,
     tokens, stride_kt, stride_kh, stride_vt, stride_vh,

@@ -132,7 +132,10 @@ def _send_lanes(
             _send_heads(v + at * v_stride, target + V_AT, V_HEAD, DIM, KEYS, BLOCK)
 
 
-@triton.jit(do_not_specialize=["count", "rows", "looks"])
+@triton.jit(
+    do_not_specialize=["count", "rows", "looks"],
+    do_not_specialize_on_alignment=["lanes", "ticket", "gave_up"],
+)
 def _wait_for_lanes(arrived, lanes, ticket, gave_up, count, rows, looks, MOST: tl.constexpr):
     lane = tl.arange(0, MOST)
     row = tl.load(lanes + lane, mask=lane < count, other=rows)

@@ -208,7 +208,9 @@ def moe(
 def _group(order: Tensor, starts: Tensor, block_m: int) -> Groups:
     pairs, count = len(order), len(starts) - 1
     blocks = min(pairs, triton.cdiv(pairs, block_m) + count)  # each expert may fill one in part
-    experts, firsts = torch.empty((2, blocks), dtype=torch.int32, device=order.device)
+    width = triton.cdiv(blocks, 4) * 4  # 16 bytes, else a kernel is compiled for each alignment
+    both = torch.empty((2, width), dtype=torch.int32, device=order.device)
+    experts, firsts = both[:, :blocks]
     padded = power_of_2(count)
     _blocks[(blocks,)](
         starts, experts, firsts, E=count, PADDED=padded, BLOCK_M=block_m, num_warps=1

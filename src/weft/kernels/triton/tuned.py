@@ -14,7 +14,7 @@ from weft.kernels.codes import CodeForm
 from weft.kernels.storage import Storage
 from weft.kernels.triton.coded import linear as coded_product
 from weft.kernels.triton.coded_matrix import CodedMatrix, random_codes
-from weft.kernels.triton.device import copies_beyond_caches, processors, shared_bytes
+from weft.kernels.triton.device import copies_beyond_caches, gpu_at, processors, shared_bytes
 from weft.kernels.triton.fp8 import round_rows
 from weft.kernels.triton.gated import gated_product
 from weft.kernels.triton.matrix import TritonMatrix, pack, quantised, small_product
@@ -53,11 +53,12 @@ def find_tuning(wish: str, device: torch.device) -> Tuning:
     Raises:
         KernelUnavailable: the file that is named cannot be used.
     """
-    if device.type != "cuda":
+    gpu = gpu_at(device)
+    if gpu is None:
         return rule(device, "kernels are interpreted")
     if wish == "heuristic":
         return rule(device, "as set")
-    name = torch.cuda.get_device_name(device)
+    name = gpu.name
     if wish != "auto":
         return load(Path(wish), name, triton.__version__)
     path = artefact_path(name)
