@@ -136,6 +136,11 @@ def _commands() -> dict[str, tuple[Callable[[argparse.ArgumentParser], None], st
             "measure what steps cost here, for schedulers that plan by time",
             "[--profile FILE] [--tune --tuning FILE] [settings]",
         ),
+        "compile": (
+            _compile_args,
+            "compile the kernels of a model for a GPU, which need not be here",
+            "[MODEL] [--target GPU] [settings]",
+        ),
         "attend": (
             _attend_args,
             "attend on this machine for best effort that an engine elsewhere serves",
@@ -266,6 +271,22 @@ def _profile_args(profile: argparse.ArgumentParser) -> None:
     profile.add_argument("--config", metavar="FILE", help="YAML file with the same names")
     add_settings(profile, "profile", ProfileOptions)
     add_settings(profile, "engine", EngineConfig)
+
+
+def _compile_args(command: argparse.ArgumentParser) -> None:
+    from weft.compile_command import run_compile
+
+    command.set_defaults(run=run_compile, parser=command)
+    command.add_argument("named", nargs="?", metavar="MODEL", help="as --model MODEL")
+    command.add_argument(
+        "--target",
+        default=argparse.SUPPRESS,
+        metavar="GPU",
+        help="such as h100, or sm_90 for the usual GPU of a compute capability; that of this "
+        "machine by default",
+    )
+    command.add_argument("--config", metavar="FILE", help="YAML file with the same names")
+    add_settings(command, "engine", EngineConfig)
 
 
 def _attend_args(attend: argparse.ArgumentParser) -> None:

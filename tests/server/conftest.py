@@ -18,7 +18,8 @@ from serving import Running, serving
 
 from weft.api import ModelCard
 from weft.core.config import EngineConfig
-from weft.engine.build import Engine, build_engine, describe_served
+from weft.engine.build import Engine, build_engine
+from weft.engine.describe import describe_served
 from weft.engine.local import EngineThread
 from weft.text import ChatTemplate, Tokenizer
 

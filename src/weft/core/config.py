@@ -81,6 +81,13 @@ class EngineConfig:
         "--tune; heuristic, a rule; auto uses the file that weft ships for the GPU, or else the "
         "rule",
     )
+    kernel_cache: str | None = setting(
+        "path",
+        None,
+        "device cuda: folder where compiled kernels are kept, by a start or weft compile; it may "
+        "be copied from another machine, and be read-only; unset takes that of TRITON_CACHE_DIR, "
+        "else one in the cache folder",
+    )
     fp8_accumulation: str = setting(
         "str",
         "auto",

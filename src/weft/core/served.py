@@ -12,8 +12,8 @@ from weft.core.types import DEFAULT_CLASSES, ServiceClass
 # Fields that may differ from one start of an engine to the next with the same settings and files.
 VARYING = frozenset((
     "folder", "kv_blocks", "host_kv_blocks", "kv_memory", "host_kv_memory", "weight_bytes",
-    "kept_weights", "host_costs", "host_attention", "kv_disk", "start_s", "executor", "scheduling",
-    "threads", "profile_key", "versions",
+    "kept_weights", "host_costs", "host_attention", "kv_disk", "start_s", "started", "executor",
+    "scheduling", "threads", "profile_key", "versions",
 ))  # fmt: skip
 
 
@@ -45,7 +45,8 @@ class ServedModel:
         isa: the instruction set of native kernels; empty if there are none.
         threads: how many threads compute and where, as a sentence; empty for a GPU.
         executor: a readable description of how steps run.
-        start_s: seconds from the settings to an engine that is ready, and of the parts of that.
+        start_s: seconds of each part of the engine's start, and of all under ``ready``.
+        started: the same as a sentence, with where its kernels came from.
         profile_key: what a profile of its costs is kept by (``weft.cost.fit.ProfileKey``).
         versions: of what the engine runs on.
         classes: the class table, with the targets that hold at the start.
@@ -86,6 +87,7 @@ class ServedModel:
     weights: str = ""
     kept_weights: str = ""
     start_s: Mapping[str, float] = field(default_factory=dict)
+    started: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     classes: tuple[ServiceClass, ...] = DEFAULT_CLASSES
     overlaps: bool = False

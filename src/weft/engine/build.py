@@ -3,56 +3,49 @@
 from __future__ import annotations
 
 import logging
-import platform
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from weft import __version__
 from weft.core.config import EngineConfig
 from weft.core.grammar import grammar_tokenizer
 from weft.core.kv_types import cache_dtype
 from weft.core.ports import Executor
 from weft.core.resolved import ResolvedConfig
 from weft.core.schedulers import SCHEDULERS, scheduler_name
-from weft.core.served import ServedModel
 from weft.core.settings import format_bytes
 from weft.core.topology import this_machine
 from weft.cost.fit import Fitted
 from weft.engine.channel import Task
-from weft.engine.costs import describe_host_costs, measured_costs, profile_key
+from weft.engine.costs import describe_host_costs, measured_costs
 from weft.engine.devices import (
     Stopwatch,
     allocating,
     describe_executor,
-    device_name,
     is_cpu,
     is_resident,
     kv_memory,
     make_executor,
     pick_device,
 )
-from weft.engine.host_tier import counted, describe_host_attention
+from weft.engine.host_tier import counted
 from weft.engine.idle import IdleMemory
 from weft.engine.kept_kv import KeptKV, KVFile, map_kept_kv
+from weft.engine.kernels_ahead import compile_ahead
 from weft.engine.model import (
     Model,
     check_host_memory,
-    describe_kernels,
     find_model,
     resolve_settings,
 )
-from weft.engine.prefix_disk import PrefixSaver, describe_disk, open_prefix_disk
+from weft.engine.prefix_disk import PrefixSaver, open_prefix_disk
 from weft.engine.rank_leader import ParallelExecutor, build_parallel, meet
 from weft.engine.self_profile import choose_policy as choose_policy
 from weft.engine.threads import ThreadPlan, plan_threads
-from weft.engine.weights import stored_weights
 from weft.exec.eager import EagerExecutor
 from weft.exec.grammar import GrammarRows, Grammars
 from weft.exec.host_attention import HostAttention
@@ -64,9 +57,9 @@ from weft.kernels.interface import OpTable
 from weft.kv.cache import GroupSpec
 from weft.kv.disk_cache import DiskCache
 from weft.kv.tiers import TieredCache
-from weft.models.kept_weights import KeptWeights, checkpoint_digest
-from weft.models.layout import num_parameters, storage_of
-from weft.models.loader import load_model, weight_files
+from weft.models.kept_weights import KeptWeights
+from weft.models.layout import storage_of
+from weft.models.loader import load_model
 from weft.models.packed_cache import PackedCache
 from weft.sched.registry import make_scheduler
 from weft.sched.resources import Resources, TargetPolicy
@@ -93,7 +86,8 @@ class Engine:
         resources: what the scheduler is made of, but for costs and derived targets.
         idle_memory: gives the memory of the KV back; None where this process does not have it.
         kept: keeps the weights for later starts; None where it does not.
-        start_s: seconds from the settings to each part of the start, ``ready`` being the end.
+        start_s: seconds of each part of the start, and of all under ``ready``.
+        started: the same in words.
         saver: saves cached prefixes to disk; None without a disk.
         host_costs: which costs of the host tier are planned with; empty if none are.
         kept_kv: the memory of KV that outlives this engine; None where it does not.
@@ -108,6 +102,7 @@ class Engine:
     idle_memory: IdleMemory | None
     kept: KeptWeights | None
     start_s: Mapping[str, float]
+    started: str = ""
     saver: PrefixSaver | None = None
     host_costs: str = ""
     kept_kv: KeptKV | None = None
@@ -272,9 +267,8 @@ def build_engine(
                 config, resolved, _among(model, group), rows, watch, kept, threads
             ),
         )
-    watch.mark("ready")
-    spent = ", ".join(f"{name} after {seconds:.2f} s" for name, seconds in watch.seconds.items())
-    logger.info("The start, %s: %s.", describe_executor(executor), spent)
+    watch.ready()
+    logger.info("The engine, %s, is %s.", describe_executor(executor), watch.describe())
     if is_cpu(model.device):
         logger.info("Compute: %s.", threads.describe())
     idle = saver = None
@@ -285,8 +279,8 @@ def build_engine(
         save = None if saver is None else saver.save
         idle = IdleMemory(executor.store, config.kv_idle_s, save=save)
     return Engine(
-        model, resolved, resources, scheduler, executor, grammars, idle, kept, watch.seconds, saver,
-        describe_host_costs(cost), kept_kv,
+        model, resolved, resources, scheduler, executor, grammars, idle, kept, watch.seconds,
+        watch.describe(), saver, describe_host_costs(cost), kept_kv,
     )  # fmt: skip
 
 
@@ -354,7 +348,10 @@ def _executor(
 
     Raises:
         OutOfMemoryError: there is no memory for one of these, whatever was free before.
+        KernelError: a kernel of a GPU cannot be compiled.
     """
+    watch.mark("settings")
+    ahead = compile_ahead(config, resolved, model, model.ops.ranks.rank)
     set_threads(threads, model.ops)
     within = partial(allocating, ranks=model.ops.ranks)
     with within(f"the weights ({format_bytes(model.facts.weight_bytes)})", FOR_WEIGHTS):
@@ -367,6 +364,9 @@ def _executor(
             kept=kept,
         )
     watch.mark("weights")
+    if ahead is not None:
+        ahead.wait()
+        watch.mark("kernels")
     groups = model.rank_spec.kv_groups
     kv_dtype = cache_dtype(config.kv_name(model.dtype))
     with within(f"KV ({format_bytes(resolved.kv_bytes)})", FOR_KV):
@@ -379,7 +379,11 @@ def _executor(
         table = InputBatch(
             resolved.max_num_seqs, resolved.max_model_len, [blocks_per_row] * len(groups), grammars
         )
-        return make_executor(config, resolved, decoder, store, table, disk)
+        executor = make_executor(config, resolved, decoder, store, table, disk)
+    watch.mark("KV and executor" if ahead is None else "KV and capture")
+    if ahead is not None:
+        watch.notes["kernels"] = ahead.describe()
+    return executor
 
 
 def _grammar_tokenizer(config: EngineConfig, model: Model) -> LLTokenizer:
@@ -422,59 +426,6 @@ def _scheduler(
         targets = TargetSettings(config.classes, config.interactivity)
         resources = targets.applied(resources, cost)
     return make_scheduler(scheduler_name(name, bool(resources.host_blocks)), resources)
-
-
-def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:
-    """Describe a built engine for the request plane."""
-    model, resolved = engine.model, engine.resolved
-    stored = stored_weights(config, model.spec, model.dtype, model.device)
-    groups = zip(model.facts.groups, resolved.group_blocks, strict=True)
-    return ServedModel(
-        name=config.model,
-        folder=str(model.folder),
-        checkpoint=checkpoint_digest(model.source, weight_files(model.source)),
-        family=model.spec.family,
-        parameters=num_parameters(model.spec),
-        vocab_size=model.spec.vocab_size,
-        hidden_size=model.spec.hidden_size,
-        max_model_len=resolved.max_model_len,
-        max_num_seqs=resolved.max_num_seqs,
-        block_size=resolved.block_size,
-        dtype=model.dtype,
-        eos_token_ids=model.eos_token_ids,
-        sampling_defaults=model.sampling_defaults,
-        batch_invariant=model.ops.batch_invariant,
-        kernels=describe_kernels(config, model),
-        kv_blocks={group.name: blocks for group, blocks in groups},
-        host_kv_blocks={
-            group.name: blocks
-            for group, blocks in zip(model.facts.groups, resolved.host_blocks, strict=False)
-        },
-        host_kv_memory=config.host_kv_memory or 0,
-        weight_bytes=model.facts.weight_bytes,
-        kv_memory=resolved.kv_memory,
-        host_attention=describe_host_attention(config),
-        host_costs=engine.host_costs,
-        places=config.attend,
-        kv_disk=describe_disk(config),
-        kv_dtype=model.dtype if config.kv_dtype == "auto" else config.kv_dtype,
-        device=device_name(model.device),
-        isa=model.ops.isa,
-        threads=plan_threads(config, this_machine()).describe() if is_cpu(model.device) else "",
-        executor=describe_executor(engine.executor),
-        overlaps=engine.executor.overlaps,
-        kept_weights="" if engine.kept is None else engine.kept.state,
-        weights=stored.get("linear", model.dtype),
-        start_s=engine.start_s,
-        profile_key=asdict(profile_key(config, model)),
-        versions={
-            "weft": __version__,
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-            **({"torch": sys.modules["torch"].__version__} if "torch" in sys.modules else {}),
-        },
-        classes=config.service_classes(),
-    )
 
 
 def set_threads(plan: ThreadPlan, ops: OpTable) -> None:

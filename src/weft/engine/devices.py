@@ -31,15 +31,37 @@ logger = logging.getLogger("weft")
 
 
 class Stopwatch:
-    """Seconds since it was made, at places that have a name."""
+    """The time that each part of a start takes.
+
+    Attributes:
+        seconds: of each part by its name, and of all under ``ready``.
+        notes: of parts, in words.
+    """
 
     def __init__(self) -> None:
-        self._began = time.monotonic()
+        self._began = self._since = time.monotonic()
         self.seconds: dict[str, float] = {}
+        self.notes: dict[str, str] = {}
 
-    def mark(self, name: str) -> None:
-        """Record the time from the start to this part's end."""
-        self.seconds[name] = time.monotonic() - self._began
+    def mark(self, name: str, note: str = "") -> None:
+        """This part ends now, and the next one begins."""
+        now = time.monotonic()
+        self.seconds[name], self._since = round(now - self._since, 3), now
+        if note:
+            self.notes[name] = note
+
+    def ready(self) -> None:
+        """The last part has ended."""
+        self.seconds["ready"] = round(time.monotonic() - self._began, 3)
+
+    def describe(self) -> str:
+        """Return a sentence such as "ready after 3.1 s: weights 2.0 s, capture 1.1 s"."""
+        parts = [
+            f"{name} {seconds:.2f} s{f' ({self.notes[name]})' if name in self.notes else ''}"
+            for name, seconds in self.seconds.items()
+            if name != "ready"
+        ]
+        return f"ready after {self.seconds['ready']:.2f} s: {', '.join(parts)}"
 
 
 @contextmanager

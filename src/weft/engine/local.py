@@ -20,8 +20,9 @@ from weft.core.plan import StepOutputs, Update
 from weft.core.ports import Executor, Inbox, Lease, SchedulerPort
 from weft.core.sinks import Sink, deliver
 from weft.core.types import FinishReason, Request
-from weft.engine.build import build_engine, describe_served
+from weft.engine.build import build_engine
 from weft.engine.compiling import CompilingInbox
+from weft.engine.describe import describe_served
 from weft.engine.loop import EngineLoop
 from weft.engine.machine import WallClock
 from weft.exec.grammar import Grammars

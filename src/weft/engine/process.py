@@ -199,7 +199,8 @@ class _Orders:
 def _build(
     config: EngineConfig, options: argparse.Namespace, patience_s: float, laps: Laps
 ) -> tuple[Engine, PolicyChoice | None, str]:
-    from weft.engine.build import build_engine, choose_policy, describe_served
+    from weft.engine.build import build_engine, choose_policy
+    from weft.engine.describe import describe_served
     from weft.engine.kept_kv import KVFile
 
     laps.mark("imports")

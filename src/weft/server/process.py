@@ -151,6 +151,8 @@ def _serve(
                     notice(line)
             if served.scheduling:
                 notice(served.scheduling)
+            if served.started:
+                notice(f"the engine was {served.started}")
 
     try:
         run_server(
