@@ -42,6 +42,7 @@ class Compiled:
     wgmma: bool  # Hopper's products of whole warp groups are used
     mma: bool  # products of warps are used
     tcgen05: bool  # Blackwell's products with their own memory are used
+    programmatic: bool  # it waits for kernels that may still run when it is launched
 
     @property
     def units(self) -> str:
@@ -138,7 +139,16 @@ def _describe(function: Any, kernel: Any, kwargs: dict[str, Any], log: str) -> C
         wgmma="wgmma" in ptx,
         mma="mma.sync" in ptx,
         tcgen05="tcgen05.mma" in ptx,
+        programmatic=_programmatic(kernel),
     )
+
+
+def _programmatic(kernel: Any) -> bool:
+    """Whether a kernel is launched programmatically; it must then wait."""
+    ptx = kernel.asm["ptx"]
+    waits = [f"griddepcontrol.{part}" in ptx for part in ("wait", "launch_dependents")]
+    assert waits == [kernel.metadata.launch_pdl] * 2, kernel.name
+    return bool(kernel.metadata.launch_pdl)
 
 
 if __name__ == "__main__":
