@@ -15,8 +15,10 @@ from weft.engine.devices import is_resident, steps_in_flight
 from weft.engine.host_tier import device_attention
 from weft.exec.device import CudaDevice, Device, HostDevice, Replay
 from weft.exec.device_tier import device_tier
-from weft.exec.graphs import GraphExecutor, Steps
+from weft.exec.graphs import GraphExecutor
+from weft.exec.halves_pass import HalvesSetup
 from weft.exec.input_batch import InputBatch
+from weft.exec.setup import Steps
 from weft.kernels.arrays import to_torch
 from weft.kernels.interface import AttentionMetadata, OpTable
 from weft.models.decoder import Decoder
@@ -29,8 +31,8 @@ LANES = 3  # fewer than the rows that begin at once
 class BlindDevice(HostDevice):
     """While a captured function runs, all that the host keeps of rows is garbage."""
 
-    def __init__(self, table: InputBatch) -> None:
-        super().__init__()
+    def __init__(self, table: InputBatch, seed: int | None = None) -> None:
+        super().__init__(seed)
         self._hidden: list[np.ndarray] = [
             *(table.tokens, table.length, table.num_prompt, *table.tables, *table.table_length),
             *(getattr(table.columns, name) for name in table.columns.__slots__),
@@ -105,9 +107,20 @@ def dropped_blocks_are_gone(batch: AttentionMetadata, window: int) -> bool:
 
 
 def graph_executor(
-    config, resolved, decoder: Decoder, store, table: InputBatch, disk: None = None
+    config,
+    resolved,
+    decoder: Decoder,
+    store,
+    table: InputBatch,
+    disk: None = None,
+    *,
+    seed: int | None = None,
 ) -> GraphExecutor:
-    """Stands in for ``make_executor``: fewer sizes, and on the CPU a device that sees nothing."""
+    """Stands in for ``make_executor``: fewer sizes, and on the CPU a device that sees nothing.
+
+    Args:
+        seed: of the order in which that device runs branches.
+    """
     assert disk is None, "captured steps have no disk"
     if decoder.ops.describe()["paged_attention"] == "cpu":
         attention = without_padding(decoder.ops.paged_attention)
@@ -120,8 +133,9 @@ def graph_executor(
         sizes=SIZES,
         lanes=LANES,
         leases=is_resident(config, decoder.device),
+        halves=None if resolved.half_sizes is None else HalvesSetup(resolved.half_sizes),
     )
-    device: Device = BlindDevice(table)
+    device: Device = BlindDevice(table, seed)
     if decoder.device != "cpu":
         device = CudaDevice(decoder.device)
     attend = device_attention(config, decoder, table)

@@ -69,6 +69,33 @@ def check_kv_disk(config: EngineConfig) -> None:
         )
 
 
+def excludes_halves(config: EngineConfig) -> str:
+    """Why steps cannot be computed in two halves, with these settings; empty if they can."""
+    if config.device == "cpu":
+        return (
+            "device is 'cpu': all cores compute either half already, so nothing is left to hide "
+            "behind the other"
+        )
+    if config.tensor_parallel > 1:
+        return f"tensor_parallel is {config.tensor_parallel}, and halves are for one process"
+    if config.attends_on_host:
+        return f"scheduler {config.scheduler} has sub-batches of its own, for the host's attention"
+    if config.resident == "on":
+        return "resident is 'on', and steps that nobody plans are not split"
+    return ""
+
+
+def check_overlap(config: EngineConfig) -> None:
+    """Raise ConfigError if halves of steps are asked for where there can be none."""
+    why = excludes_halves(config)
+    if config.overlap == "on" and why:
+        raise ConfigError(
+            f"overlap 'on' computes steps in two halves, but {why}; leave overlap at 'auto', which "
+            "is off then.",
+            param="overlap",
+        )
+
+
 def check_host_attention(config: EngineConfig) -> None:
     """Raise ConfigError if attention on the host lacks what it needs, or what it has lacks it."""
     if not config.attends_on_host:

@@ -64,6 +64,8 @@ class ResolvedConfig:
         group_blocks: KV blocks of each group, in the order of ``Facts.groups``.
         host_blocks: those of the host; empty without a host tier.
         limited_by_memory: whether ``max_model_len`` was lowered to what the KV memory holds.
+        half_sizes: tokens of captured halves of a step; None where steps run whole.
+        attention_programs: of decode attention in halves at the most; None for any.
     """
 
     max_model_len: int
@@ -75,6 +77,8 @@ class ResolvedConfig:
     group_blocks: tuple[int, ...]
     limited_by_memory: bool
     host_blocks: tuple[int, ...] = ()
+    half_sizes: tuple[int, ...] | None = None
+    attention_programs: int | None = None
 
 
 def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:

@@ -13,7 +13,7 @@ from weft.core.types import DEFAULT_CLASSES, ServiceClass
 VARYING = frozenset((
     "folder", "kv_blocks", "host_kv_blocks", "kv_memory", "host_kv_memory", "weight_bytes",
     "kept_weights", "host_costs", "host_attention", "kv_disk", "start_s", "started", "executor",
-    "scheduling", "threads", "profile_key", "versions",
+    "scheduling", "halves", "threads", "profile_key", "versions",
 ))  # fmt: skip
 
 
@@ -51,6 +51,7 @@ class ServedModel:
         versions: of what the engine runs on.
         classes: the class table, with the targets that hold at the start.
         overlaps: whether steps overlap arithmetic with reads of KV.
+        halves: whether large steps are computed in halves and why, as a sentence; empty on a CPU.
         scheduling: the policy that plans at the start and why, as a sentence.
     """
 
@@ -91,6 +92,7 @@ class ServedModel:
     versions: Mapping[str, str] = field(default_factory=dict)
     classes: tuple[ServiceClass, ...] = DEFAULT_CLASSES
     overlaps: bool = False
+    halves: str = ""
     scheduling: str = ""
 
     def to_json(self) -> str:

@@ -12,6 +12,8 @@ A profile file is one JSON object:
   ``step_s`` and ``token_s``; ``stall``; ``duplex``; ``carry`` with ``step_s`` and ``row_layer_s``;
   ``wake`` with ``step_s`` and ``row_s``; ``overlap`` with ``batch_s``, ``row_s``, ``second_s``,
   ``wait_s`` and ``drag``, or null.
+- ``interference``: for each limit of decode attention, ``programs``, ``dense``, ``attention``,
+  ``alone`` and ``second_s`` (``Speeds``); empty where it was not measured.
 - ``report``: the measurements and the prediction error, to be read by users, not by weft.
 """
 
@@ -31,6 +33,7 @@ from weft.core.cache_folder import cache_folder, file_stem
 from weft.core.errors import ConfigError, ProfileError
 from weft.cost.curves import Curve
 from weft.cost.host_costs import PUBLISHED, HostCosts
+from weft.cost.interference import Interference
 from weft.cost.model import Terms, step_time
 from weft.cost.work import Work
 
@@ -100,6 +103,7 @@ class Fitted:
         coefficients: seconds by feature.
         hosts: what was measured of host tiers, by who attends there.
         host: the one that is planned with; in no file.
+        interference: of halves of a step; None where it was not measured.
     """
 
     key: ProfileKey
@@ -108,6 +112,7 @@ class Fitted:
     coefficients: Mapping[str, float]
     hosts: Mapping[str, HostCosts] = field(default_factory=dict)
     host: HostCosts | None = None
+    interference: Interference | None = None
     _flat: tuple[float, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -167,12 +172,14 @@ class Fitted:
     def save(self, path: Path, report: Mapping[str, Any] | None = None) -> None:
         """Write the file as the module says; the folder is made, and an old file replaced whole.
 
-        Of a file with the same key it keeps the host tiers that were not measured again, and its
-        report where there is no new one.
+        Of a file with the same key it keeps host tiers and interference that were not measured
+        again, and its report where there is no new one.
         """
         kept: Mapping[str, HostCosts] = {}
+        interference = self.interference
         with suppress(ProfileError, OSError):  # there is none, or one of something else
-            kept = Fitted.load(path, self.key).hosts
+            before = Fitted.load(path, self.key)
+            kept, interference = before.hosts, interference or before.interference
             report = report or json.loads(path.read_text(encoding="utf-8"))["report"]
         written = {
             "version": VERSION,
@@ -181,6 +188,7 @@ class Fitted:
             "dense": {"tokens": self.dense.tokens, "seconds": self.dense.seconds},
             "coefficients": dict(self.coefficients),
             "hosts": {name: host.to_json() for name, host in {**kept, **self.hosts}.items()},
+            "interference": [] if interference is None else interference.to_json(),
             "report": report or {},
         }
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -213,6 +221,9 @@ class Fitted:
                 Curve(tuple(read["dense"]["tokens"]), tuple(read["dense"]["seconds"])),
                 {name: float(value) for name, value in read["coefficients"].items()},
                 {name: HostCosts.from_json(host) for name, host in read["hosts"].items()},
+                interference=Interference.from_json(found_at)
+                if (found_at := read.get("interference"))
+                else None,
             )
         except FileNotFoundError:
             raise ProfileError(f"There is no profile of costs at {path}. {make}") from None

@@ -32,6 +32,7 @@ from weft.engine.devices import (
     make_executor,
     pick_device,
 )
+from weft.engine.halves import choose_halves
 from weft.engine.host_tier import counted
 from weft.engine.idle import IdleMemory
 from weft.engine.kept_kv import KeptKV, KVFile, map_kept_kv
@@ -91,6 +92,7 @@ class Engine:
         saver: saves cached prefixes to disk; None without a disk.
         host_costs: which costs of the host tier are planned with; empty if none are.
         kept_kv: the memory of KV that outlives this engine; None where it does not.
+        halves: whether steps are computed in halves and why; empty if nobody asks.
     """
 
     model: Model
@@ -106,6 +108,7 @@ class Engine:
     saver: PrefixSaver | None = None
     host_costs: str = ""
     kept_kv: KeptKV | None = None
+    halves: str = ""
     started_ns: int = field(default_factory=time.monotonic_ns)
 
     def keep_weights(self) -> None:
@@ -225,6 +228,10 @@ def build_engine(
     """
     watch = Stopwatch()
     model, resolved = resolve_settings(config, returning_bytes)
+    halves = choose_halves(config, model)
+    if halves.rule is not None:
+        model, resolved = resolve_settings(config, returning_bytes, halves=True)
+        resolved = halves.applied(resolved)
     check_host_memory(config, model, resolved)
     if resolved.limited_by_memory:
         logger.warning(
@@ -237,7 +244,7 @@ def build_engine(
     for key in model.generation.unhonoured:
         logger.warning("generation_config.json sets '%s', which weft does not apply.", key)
     disk = open_prefix_disk(config, resolved, model)
-    resources = replace(_resources(config, resolved, model), disk=disk)
+    resources = replace(_resources(config, resolved, model), disk=disk, halves=halves.rule)
     name = "fcfs" if unprofiled or config.scheduler == "auto" else config.scheduler
     cost = measured_costs(config, model) if SCHEDULERS[name].needs_cost else None
     scheduler = _scheduler(config, name, resources, cost)
@@ -280,7 +287,7 @@ def build_engine(
         idle = IdleMemory(executor.store, config.kv_idle_s, save=save)
     return Engine(
         model, resolved, resources, scheduler, executor, grammars, idle, kept, watch.seconds,
-        watch.describe(), saver, describe_host_costs(cost), kept_kv,
+        watch.describe(), saver, describe_host_costs(cost), kept_kv, halves.why,
     )  # fmt: skip
 
 

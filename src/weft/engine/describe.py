@@ -63,6 +63,7 @@ def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:
         threads=plan_threads(config, this_machine()).describe() if is_cpu(model.device) else "",
         executor=describe_executor(engine.executor),
         overlaps=engine.executor.overlaps,
+        halves=engine.halves,
         kept_weights="" if engine.kept is None else engine.kept.state,
         weights=stored_weights(config, model.spec, model.dtype, model.device).get(
             "linear", model.dtype

@@ -227,8 +227,13 @@ def make_executor(
     from weft.exec.absent import AbsentDevice
     from weft.exec.device import CudaDevice, Device
     from weft.exec.device_tier import device_tier
-    from weft.exec.graphs import GraphExecutor, Steps
+    from weft.exec.graphs import GraphExecutor
+    from weft.exec.halves_pass import HalvesSetup
+    from weft.exec.setup import Steps
 
+    halves = None
+    if resolved.half_sizes is not None:
+        halves = HalvesSetup(resolved.half_sizes, resolved.attention_programs)
     steps = Steps(
         max_tokens=resolved.max_num_batched_tokens,
         max_samples=resolved.max_num_seqs * (1 + config.speculation),
@@ -237,6 +242,7 @@ def make_executor(
         sizes=sizes_for(resolved.max_num_seqs),
         lanes=lanes_for(resolved.max_num_seqs),
         leases=is_resident(config, decoder.device),
+        halves=halves,
     )
     device: Device = AbsentDevice()
     if decoder.device != AbsentDevice.where.type:

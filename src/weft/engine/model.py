@@ -78,12 +78,18 @@ class Model:
 
 
 def find_model(
-    config: EngineConfig, returning_bytes: int = 0, rank: int = 0, absent: Gpu | None = None
+    config: EngineConfig,
+    returning_bytes: int = 0,
+    rank: int = 0,
+    absent: Gpu | None = None,
+    *,
+    halves: bool = False,
 ) -> Model:
     """Find the model, read what it is, and choose device, dtype and kernels.
 
     Args:
         absent: the GPU for which kernels are compiled, where ``meta`` stands for its tensors.
+        halves: whether steps need memory for two halves.
 
     Raises:
         ModelNotFoundError, UnsupportedModelError, ConfigError, KernelError.
@@ -130,7 +136,7 @@ def find_model(
         else workspace_bytes(
             rank_spec,
             element,
-            _step_sizes(config, rank_spec, kv_bytes),
+            _step_sizes(config, rank_spec, kv_bytes, halves=halves),
             graphs=config.graphs,
             ranks=ranks,
         ),
@@ -142,20 +148,24 @@ def find_model(
 
 
 def resolve_settings(
-    config: EngineConfig, returning_bytes: int = 0, absent: Gpu | None = None
+    config: EngineConfig,
+    returning_bytes: int = 0,
+    absent: Gpu | None = None,
+    *,
+    halves: bool = False,
 ) -> tuple[Model, ResolvedConfig]:
-    """Find the model and decide everything that is open; see ``find_model``.
+    """Find the model and decide all that is open but how steps are split; see ``find_model``.
 
     The spec depends on the longest sequence served (longrope factors; a window that no sequence
     outgrows is none), so it is read again once that length is known.
     """
-    model = find_model(config, returning_bytes, absent=absent)
+    model = find_model(config, returning_bytes, absent=absent, halves=halves)
     resolved = resolve(config, model.facts)
     if resolved.max_model_len == config.max_model_len:
         return model, resolved
     limited = resolved.limited_by_memory
     config = replace(config, max_model_len=resolved.max_model_len)
-    model = find_model(config, returning_bytes, absent=absent)
+    model = find_model(config, returning_bytes, absent=absent, halves=halves)
     return model, replace(resolve(config, model.facts), limited_by_memory=limited)
 
 
@@ -212,11 +222,14 @@ def _free_memory(device: str, ranks: int, returning_bytes: int) -> int:
     return free_memory(device)
 
 
-def _step_sizes(config: EngineConfig, spec: ModelSpec, kv_bytes: tuple[int, int]) -> StepSizes:
+def _step_sizes(
+    config: EngineConfig, spec: ModelSpec, kv_bytes: tuple[int, int], *, halves: bool
+) -> StepSizes:
     """The largest step that the settings allow.
 
     Args:
         kv_bytes: of a number of KV, and of a scale.
+        halves: whether steps may be computed in two halves.
     """
     longest = config.max_model_len or spec.max_position_embeddings
     blocks = -(-longest // config.block_size)
@@ -227,6 +240,7 @@ def _step_sizes(config: EngineConfig, spec: ModelSpec, kv_bytes: tuple[int, int]
         blocks=[blocks] * len(spec.kv_groups),
         lanes=lanes_for(config.max_num_seqs) if config.piggybacks else 0,
         overlaps=config.overlaps,
+        halves=halves,
         scratch_bytes=sum(
             blocks * config.block_size * group.bytes_per_token(*kv_bytes) // len(group.layers)
             for group in spec.kv_groups

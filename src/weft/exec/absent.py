@@ -5,6 +5,7 @@ What they launch can be noted then, so that kernels are compiled before there is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.exec.device import Event, Replay
+from weft.exec.device import Branch, Event, Replay
 from weft.kernels.block_arrays import BlockArrays, block_pairs
 
 
@@ -67,6 +68,9 @@ class AbsentDevice:
     def rejoin(self) -> None:
         """Nothing is on its way."""
 
+    def branch(self, body: Callable[[], Tensor]) -> Branch:
+        return _Joined(body())
+
     def beside(self) -> AbstractContextManager[object]:
         return nullcontext()
 
@@ -95,6 +99,14 @@ class _WithoutDownloads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.copy_.default and args[0].device.type == "cpu":
             return args[0]
         return func(*args, **(kwargs or {}))
+
+
+class _Joined:
+    def __init__(self, result: Tensor) -> None:
+        self._result = result
+
+    def join(self) -> Tensor:
+        return self._result
 
 
 class _Past:

@@ -2,21 +2,25 @@
 
 The forward pass of decodes alone is captured apart from the one of any rows, and each with lanes
 for piggybacked rows apart from the one without. Overlapped sub-batches are captured for pairs of
-sizes. Where rows are leased, a decode step that follows one of the same rows is a graph of its own.
-Other sizes run the same functions uncaptured.
+sizes, those that wait for the host as well as the halves of a step. Where rows are leased, a decode
+step that follows one of the same rows is a graph of its own. Other sizes run the same functions
+uncaptured.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 
-from weft.core.errors import OutOfMemoryError
+from weft.core.errors import InvariantError, OutOfMemoryError
 from weft.exec.collect import is_out_of_memory
 from weft.exec.device import Device, Replay
 from weft.exec.functions import StepFunctions
+from weft.exec.halves_pass import HalvesPass
 from weft.exec.host_prompts import PromptPiece
 from weft.exec.overlap_pass import AwaitLayer
 from weft.exec.step_layout import Layout, larger_sizes, sample_layout
@@ -29,6 +33,20 @@ class Captured:
 
     replay: Replay
     layout_hash: int
+
+
+@contextmanager
+def _room_for(size: int) -> Iterator[None]:
+    """Raise OutOfMemoryError that names the size of a step if memory runs out within."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(
+            f"There is not enough memory beside weights and KV for steps of {size} tokens; "
+            "lower max_num_batched_tokens or kv_memory."
+        ) from error
 
 
 class CapturedSteps:
@@ -68,7 +86,7 @@ class CapturedSteps:
         return graph.layout_hash
 
     def overlapped(
-        self, packed: PackedStep, prompts: Seq[Seq[PromptPiece]], wait: AwaitLayer
+        self, packed: PackedStep, prompts: Seq[Seq[PromptPiece]], wait: AwaitLayer | None
     ) -> int:
         """Order the forward pass of overlapped sub-batches; return the hash of their layout.
 
@@ -133,26 +151,52 @@ class CapturedSteps:
         Raises:
             OutOfMemoryError: it is not.
         """
-        try:
-            for size in larger_sizes(self._packer.max_tokens, captured[-1]):
+        for size in larger_sizes(self._packer.max_tokens, captured[-1]):
+            with _room_for(size):
                 layout, _ = self._pad(size)
                 with self._device.work():
                     for carries in self._kinds:
                         self._functions.forward(layout, None, carries)
-            for first, second in reversed(self._pairs):
-                size = first + second
-                self._capture_overlapped((first, second))
-            for size in reversed(captured):
+                self._run_halves(size)
+        self._capture_pairs()
+        for size in reversed(captured):
+            with _room_for(size):
                 self._capture(size, most_samples)
                 if leases and size <= min(most_samples, self._packer.most_decodes):
                     self._capture_leased(size)
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise OutOfMemoryError(
-                f"There is not enough memory beside weights and KV for steps of {size} tokens; "
-                "lower max_num_batched_tokens or kv_memory."
-            ) from error
+
+    def limit_attention(self, programs: int | None) -> None:
+        """Have halves attend with so many programs at the most, None for any.
+
+        Those that are captured are captured anew, with nothing in flight.
+
+        Raises:
+            InvariantError: steps have no halves.
+            OutOfMemoryError: see ``prepare``.
+        """
+        halves = self._functions.overlap
+        if not isinstance(halves, HalvesPass):
+            raise InvariantError("steps without halves cannot be limited")
+        self._device.synchronize()
+        halves.programs = programs
+        if self.overlapped_graphs:
+            self.overlapped_graphs.clear()
+            self._capture_pairs()
+
+    def _run_halves(self, size: int) -> None:
+        """Run a half of this size beside the largest captured one, if steps have halves."""
+        if isinstance(self._functions.overlap, HalvesPass):
+            sizes = size, max(1, self._packer.max_tokens - size)
+            with self._device.work():
+                self.upload(self._packer.pack_overlapped((), 0, sizes))
+                self._functions.overlapped(sizes, None)
+            self._device.synchronize()
+
+    def _capture_pairs(self) -> None:
+        """Capture overlapped sub-batches, largest first."""
+        for sizes in reversed(self._pairs):
+            with _room_for(sum(sizes)):
+                self._capture_overlapped(sizes)
 
     @property
     def _pairs(self) -> list[tuple[int, int]]:

@@ -2,12 +2,14 @@
 
 Blocks of KV are copied beside that order, from a place in it until ``join``. Work of a fork runs
 beside what follows it, also when both are captured, and work of another thread in an order of its
-own (``beside``). ``HostDevice`` is the stand-in where there is none: it replays what was captured
-by calling it again, and lets copies arrive as late as they may.
+own (``beside``). Of a fork only the latest place is awaited; each branch has a result, and is
+joined by itself while others go on. ``HostDevice`` is the stand-in where there is none: it replays
+what was captured by calling it again, and lets copies and branches arrive as late as they may.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
@@ -42,6 +44,13 @@ class Event(Protocol):
 
     def wait(self) -> None:
         """Block until all that was ordered before it is done."""
+
+
+class Branch(Protocol):
+    """Work that runs beside what follows it."""
+
+    def join(self) -> Tensor:
+        """Order what comes from now on after the branch; return its result, which is there then."""
 
 
 class Device(Protocol):
@@ -100,6 +109,13 @@ class Device(Protocol):
     def rejoin(self) -> None:
         """Order what comes from now on after the latest fork."""
 
+    def branch(self, body: Callable[[], Tensor]) -> Branch:
+        """Run torch operations of ``body`` beside what follows, and after all that precedes them.
+
+        Branches run one after the other. Until one is joined, what it reads must not change. What
+        ``body`` holds is not given to others before. All are joined before a capture ends.
+        """
+
     def beside(self) -> AbstractContextManager[object]:
         """Order torch operations within it one after the other, beside all other work.
 
@@ -140,6 +156,8 @@ class CudaDevice:
         # Streams of one priority may share a queue of the GPU, where this one's work would stand
         # behind kernels that wait for it.
         self._beside = torch.cuda.Stream(self.where, priority=-1)  # type: ignore[no-untyped-call]
+        # First in line, as kernels that leave room for others must have begun before these.
+        self._branches = torch.cuda.Stream(self.where, priority=-1)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._forked = False  # since the latest ``rejoin``
 
@@ -191,6 +209,15 @@ class CudaDevice:
         self._stream.wait_stream(self._fork)
         self._forked = False
 
+    def branch(self, body: Callable[[], Tensor]) -> Branch:
+        # Memory that a branch takes goes to a later one, which begins after all uses until then.
+        self._branches.wait_stream(self._stream)
+        with torch.cuda.stream(self._branches):
+            result = body()
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record(self._branches)
+        return _CudaBranch(self._stream, done, body, result)
+
     def beside(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._beside)
 
@@ -231,16 +258,42 @@ class _CudaEvent:
         self._event.synchronize()
 
 
+class _CudaBranch:
+    """``body`` is kept, as other memory of its stream would be given to who asks next."""
+
+    def __init__(
+        self,
+        stream: torch.cuda.Stream,
+        done: torch.cuda.Event,
+        body: Callable[[], Tensor],
+        result: Tensor,
+    ) -> None:
+        self._stream, self._done, self._result = stream, done, result
+        self._body: Callable[[], Tensor] | None = body
+
+    def join(self) -> Tensor:
+        self._stream.wait_event(self._done)
+        self._body = None
+        return self._result
+
+
 class HostDevice:
     """A device that is the host.
 
     Until an event after it has come, a download shows garbage; and if the source of an upload has
-    changed by then, that is an InvariantError. The same holds for copied blocks until ``join``.
+    changed by then, that is an InvariantError. The same holds for copied blocks until ``join``, and
+    for the results of branches and what these read until they are joined.
+
+    Args:
+        seed: of the order in which branches run beside what follows them: by turns at once, between
+            other branches, or not before they are joined. None: always the last.
     """
 
     where = torch.device("cpu")
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int | None = None) -> None:
+        self._draw = None if seed is None else random.Random(f"branches {seed}")
+        self._branches: list[_HostBranch] = []
         self._unfinished: list[Callable[[], None]] = []
         self._downloads: dict[int, int] = {}  # storage of a target -> the place of the last one
         self._finished = 0
@@ -304,6 +357,24 @@ class HostDevice:
     def rejoin(self) -> None:
         """Nothing runs beside what follows."""
 
+    def branch(self, body: Callable[[], Tensor]) -> Branch:
+        self._branches.append(_HostBranch(self, body))
+        found = self._branches[-1]
+        if self._draw is not None:
+            self.run_branches(self._draw.randint(0, len(self._branches)))
+        return found
+
+    def run_branches(self, count: int) -> None:
+        """Run the oldest of the branches that have not run."""
+        ran, self._branches = self._branches[:count], self._branches[count:]
+        for branch in ran:
+            branch.run()
+
+    def run_until(self, branch: _HostBranch) -> None:
+        """Run a branch after those before it; none if it has run."""
+        if branch in self._branches:
+            self.run_branches(1 + self._branches.index(branch))
+
     def beside(self) -> AbstractContextManager[object]:
         return nullcontext()
 
@@ -317,6 +388,7 @@ class HostDevice:
         return _HostEvent(self, self._finished + len(self._unfinished))
 
     def synchronize(self) -> None:
+        self._branches.clear()  # of a pass that ran out of memory: nobody reads their results
         self.finish(self._finished + len(self._unfinished))
         self.join()
 
@@ -329,6 +401,32 @@ class HostDevice:
     def capture(self, body: Replay) -> Replay:
         body()
         return body
+
+
+class _HostBranch:
+    """A branch whose result shows garbage until it has run.
+
+    It is computed early, so that there is something to show, and again when it runs, from what it
+    reads then.
+    """
+
+    def __init__(self, device: HostDevice, body: Callable[[], Tensor]) -> None:
+        self._device, self._body = device, body
+        self._result = body()
+        self._early = self._result.clone()
+        self._result.view(torch.uint8).fill_(0xFF)  # of floats what is no number
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Show the result. Raises InvariantError if what the branch reads has changed."""
+        again = self._body().view(torch.uint8)
+        if not torch.equal(again, self._early.view(torch.uint8)):
+            raise InvariantError("what a branch reads has changed before it was joined")
+        self._result.copy_(self._early)
+
+    def join(self) -> Tensor:
+        self._device.run_until(self)
+        return self._result
 
 
 class _BlockCopy:

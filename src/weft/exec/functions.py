@@ -10,6 +10,7 @@ from torch import Tensor
 
 from weft.exec.attend import bind_forward
 from weft.exec.device import Device
+from weft.exec.halves_pass import HalvesPass, HalvesSetup
 from weft.exec.host_prompts import PromptPiece
 from weft.exec.lane_pass import LanePass
 from weft.exec.logprobs import SCORED_TOKENS_AT_ONCE, score
@@ -35,7 +36,7 @@ class StepFunctions:
             that has ended in each lane, or R.
         bounds: of leases.
         lanes: None where steps carry no piggybacked rows.
-        overlap: None where sub-batches do not overlap with attention on the host.
+        overlap: None where sub-batches do not overlap.
     """
 
     def __init__(
@@ -45,7 +46,14 @@ class StepFunctions:
         packer: StepPacker,
         device: Device,
         state: RowState,
+        halves: HalvesSetup | None = None,
     ) -> None:
+        """Take what steps read.
+
+        Args:
+            halves: how halves of a step overlap; None where sub-batches overlap with the host's
+                attention, or not at all.
+        """
         self._decoder = decoder
         self._compute = bind_forward(decoder, store, padded=True)
         self._block_size = store.block_size
@@ -57,9 +65,11 @@ class StepFunctions:
             count = told.size
             sizes = LaneSizes(decoder.spec.num_layers, count, packer.max_rows)
             self.lanes = LanePass(decoder, store, device, sizes)
-        self.overlap: OverlappedPass | None = None
+        self.overlap: OverlappedPass | HalvesPass | None = None
         padding = 0  # of the second sub-batch
-        if packer.pairs is not None:
+        if halves is not None:
+            self.overlap, padding = HalvesPass(decoder, store, device, halves), most
+        elif packer.pairs is not None:
             self.overlap, padding = OverlappedPass(decoder, store, device, packer.max_rows), most
         self.bounds = LeaseBounds.empty(
             packer.most_decodes,
@@ -112,7 +122,7 @@ class StepFunctions:
     ) -> None:
         """Compute the hidden states of the overlapped sub-batches in the buffer.
 
-        Where the host has not attended in time, the first hash of the results is 0.
+        Where the host is to attend and has not in time, the first hash of the results is 0.
 
         Args:
             sizes: tokens of each, padding included; 0 for none.
@@ -135,7 +145,8 @@ class StepFunctions:
                 batches.append(BatchTokens(number, *tokens, groups, *more))
         self.results[0].copy_(self._packer.layout.hashes(self.uploaded))
         self.hidden[: layout.size].copy_(self.overlap.run(parts["serial"], batches, wait))
-        self.results[0, :1].mul_(1 - self.overlap.gave_up)
+        if isinstance(self.overlap, OverlappedPass):
+            self.results[0, :1].mul_(1 - self.overlap.gave_up)
 
     def _known(self, ids: Tensor) -> Tensor:
         """The tokens [T] of a buffer, those in flight among them."""

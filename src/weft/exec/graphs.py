@@ -12,7 +12,8 @@ number (``lane_pass``, ``lane_rows``). Steps that carry none run without lanes.
 
 Overlapped sub-batches wait for the host in each layer (``overlap_pass``). They are packed as one,
 and nothing is ordered behind them before they have ended: the first use of a kernel may have to
-wait for all that runs on a device.
+wait for all that runs on a device. The halves of a step are packed likewise, but wait for nobody:
+the dense layers of one run beside the attention of the other (``halves_pass``).
 
 Log probabilities are computed behind the tokens, uncaptured, and come back with them. What few
 requests need is done on the host between two steps: grammars, log probabilities of prompts,
@@ -26,7 +27,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -53,40 +53,18 @@ from weft.exec.input_batch import InputBatch
 from weft.exec.lane_rows import LaneRows
 from weft.exec.launched import LaunchedBatch
 from weft.exec.logprobs import COLUMNS, describe
+from weft.exec.overlap_pass import OverlappedPass
 from weft.exec.overlapped_rows import OverlappedRows
 from weft.exec.replayed import DeviceLease, ReplayedSteps
 from weft.exec.sample import Sampled, sample
-from weft.exec.step_layout import SIZES, LaneSizes, PairSizes, captured_sizes, padded_size
+from weft.exec.setup import Steps as Steps
+from weft.exec.step_layout import LaneSizes, PairSizes, captured_sizes, padded_size
 from weft.exec.step_packer import BUFFERS, NOTHING, Carried, PackedStep, StepPacker
 from weft.exec.store import KVStore
 from weft.exec.sub_batches import check_overlaps, merged
 from weft.exec.tiers import HostTier, check_computes
 from weft.kernels.sampling import NOT_FINITE
 from weft.models.decoder import Decoder
-
-
-@dataclass(frozen=True)
-class Steps:
-    """The sizes and kinds of steps.
-
-    Attributes:
-        max_tokens: of a step.
-        max_samples: of a step in which no request asks for more drafts than the settings; more are
-            chosen uncaptured.
-        depth: launched steps that may wait for collection while another is launched.
-        capture: whether steps are captured.
-        sizes: ascending, those that steps are padded to.
-        lanes: for piggybacked rows, in steps that carry some.
-        leases: whether a plan may lease its rows for steps that are not planned.
-    """
-
-    max_tokens: int
-    max_samples: int
-    depth: int
-    capture: bool = True
-    sizes: Seq[int] = SIZES
-    lanes: int = 0
-    leases: bool = False
 
 
 class GraphExecutor:
@@ -107,7 +85,7 @@ class GraphExecutor:
         tier: HostTier | None = None,
     ) -> None:
         self.depth = steps.depth
-        self.overlaps = False
+        self.overlaps = steps.halves is not None
         self.tier = tier
         max_tokens, sizes = steps.max_tokens, steps.sizes
         self._decoder = decoder
@@ -123,11 +101,15 @@ class GraphExecutor:
             self._prompts = HostPrompts(decoder, tier.host, table, device)
         elif attends:
             lanes = LaneSizes(decoder.spec.num_layers, steps.lanes, len(table.sequence_ids))
+        if steps.halves is not None:
+            pairs = PairSizes.halves(steps.halves.sizes)
         self._packer = StepPacker(
             table, store.block_size, windows, device, max_tokens, sizes, lanes, pairs
         )
         self._rows = DeviceRows(table, decoder.spec.vocab_size, device)
-        self._functions = StepFunctions(decoder, store, self._packer, device, self._rows.state)
+        self._functions = StepFunctions(
+            decoder, store, self._packer, device, self._rows.state, steps.halves
+        )
         results = self._functions.results.numel()
         self._results = [device.host_memory(results, torch.int64) for _ in range(BUFFERS)]
         scores = self._packer.max_tokens * COLUMNS
@@ -146,13 +128,18 @@ class GraphExecutor:
         if tier is not None and tier.attention is not None and self._functions.lanes is not None:
             self._lanes = LaneRows(table, tier.attention, self._functions.lanes, device)
         self._overlapped: OverlappedRows | None = None
-        if tier is not None and tier.attention is not None and self._functions.overlap is not None:
-            exchange = self._functions.overlap
+        exchange = self._functions.overlap
+        if tier is not None and tier.attention is not None and isinstance(exchange, OverlappedPass):
             self._overlapped = OverlappedRows(table, tier.attention, exchange, device)
 
     @property
     def captured(self) -> int:
         return len(self._steps)
+
+    def limit_attention(self, programs: int | None) -> None:
+        """See ``CapturedSteps.limit_attention``."""
+        self._finish_all()
+        self._steps.limit_attention(programs)
 
     @property
     def resident(self) -> bool:
@@ -180,6 +167,8 @@ class GraphExecutor:
                 self._carry(plan, self._lanes, output)
             if self._overlapped is not None and any(batch.tiers for batch in batches):
                 self._launch_overlapped(batches, self._overlapped, output)
+            elif self.overlaps and len(batches) > 1:
+                self._launch_overlapped(batches, None, output)
             else:
                 lease = None if self._leases is None else self._leases.lease(plan)
                 for batch in batches:
@@ -270,13 +259,18 @@ class GraphExecutor:
         return not memory.ran_out
 
     def _launch_overlapped(
-        self, batches: Seq[SubBatch], rows: OverlappedRows, output: StepOutput
+        self, batches: Seq[SubBatch], rows: OverlappedRows | None, output: StepOutput
     ) -> None:
-        """Launch sub-batches with rows of both tiers; if memory runs out, their rows one by one."""
+        """Launch overlapped sub-batches; if memory runs out, their rows one by one.
+
+        Args:
+            rows: of the host; None for halves, which have none.
+        """
         check_overlaps(batches)
         if self._order(partial(self._run_overlapped, batches, rows, output)):
             return
-        rows.give_up()
+        if rows is not None:
+            rows.give_up()
         singles = [single for batch in batches for single in split_rows(batch)]
         for single in singles:
             self._add_row(single.rows[0], output)
@@ -342,13 +336,17 @@ class GraphExecutor:
         return self._end_launch(batch, packed, self._steps.forward(packed), output)
 
     def _run_overlapped(
-        self, batches: Seq[SubBatch], rows: OverlappedRows, output: StepOutput
+        self, batches: Seq[SubBatch], rows: OverlappedRows | None, output: StepOutput
     ) -> LaunchedBatch:
-        packed = self._packer.pack_overlapped(batches, rows.next_step())
+        packed = self._packer.pack_overlapped(batches, 0 if rows is None else rows.next_step())
         of, steps = packed.overlapped, self._steps
         assert of is not None
-        rows.begin(of.hosted)
+        if rows is not None:
+            rows.begin(of.hosted)
         steps.upload(packed)
+        if rows is None:
+            read = steps.overlapped(packed, ((), ()), None)
+            return self._end_launch(merged(batches), packed, read, output)
         prompts = [self._prompts.pieces(first, some) for first, some in of.prompts]
         read = steps.overlapped(packed, prompts, rows.wait)
         if self._table.scored or not steps.is_captured(packed):
@@ -378,7 +376,8 @@ class GraphExecutor:
             inputs.sample_rows.copy(),
             scored,
             scores,
-            packed.overlapped is not None or self._table.needs_host(batch),
+            (self._overlapped is not None and packed.overlapped is not None)
+            or self._table.needs_host(batch),
             self._device.record(),
             output,
             on_way,

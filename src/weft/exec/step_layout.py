@@ -39,6 +39,9 @@ _ALIGNMENT = 4  # words: kernels are compiled once more for addresses that 16 do
 SIZES = (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, 513, 32))
 FIRST_SIZES, SECOND_SIZES = 12, 3  # of overlapped sub-batches
 STRIDE = 64  # beyond the largest size, so that few shapes meet the kernels
+# Between the captured sizes of halves: as BlendServe's batches grow (appendix A.2). Smaller halves
+# would read weights twice for less arithmetic than that takes.
+HALF_STRIDE = 128
 
 
 def padded_size(count: int, sizes: Seq[int] = SIZES) -> int:
@@ -72,6 +75,11 @@ class PairSizes:
     second: tuple[int, ...]
 
     @classmethod
+    def halves(cls, sizes: Seq[int]) -> PairSizes:
+        """Return every pair of these sizes of the halves of a step; none for no sizes."""
+        return cls(tuple(sizes), tuple(sizes))
+
+    @classmethod
     def up_to(cls, most: int, sizes: Seq[int] = SIZES) -> PairSizes:
         """Return those for sub-batches of up to ``most`` tokens: some of the captured sizes."""
         found = captured_sizes(most, sizes)
@@ -80,7 +88,7 @@ class PairSizes:
     def padded(self, counts: Seq[int]) -> tuple[int, int] | None:
         """Return the pair that sub-batches of so many tokens are padded to, if there is one."""
         first, second = (*counts, 0)[:2]
-        if first > self.first[-1] or second > self.second[-1]:
+        if not self.first or first > self.first[-1] or second > self.second[-1]:
             return None
         return (
             self.first[bisect_left(self.first, first)],
@@ -91,6 +99,11 @@ class PairSizes:
 def _some(sizes: Seq[int], count: int) -> tuple[int, ...]:
     """Return so many of the sizes at most, the largest one among them."""
     return tuple(sizes[::-1][:: -(-len(sizes) // count)][::-1])
+
+
+def half_sizes(sizes: Seq[int], stride: int = HALF_STRIDE) -> tuple[int, ...]:
+    """Return those of the captured sizes that halves of a step are padded to."""
+    return tuple(size for size in sizes if size % stride == 0)
 
 
 def larger_sizes(most: int, captured: int) -> tuple[int, ...]:

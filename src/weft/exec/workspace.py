@@ -30,7 +30,8 @@ class StepSizes:
     Attributes:
         blocks: entries of a row's block table, for each group.
         lanes: of a step that carries piggybacked rows.
-        overlaps: whether steps may be overlapped sub-batches.
+        overlaps: whether steps may be sub-batches that overlap with the host's attention.
+        halves: whether they may be two halves.
         scratch_bytes: KV of a longest sequence in one layer of each group, if they may.
     """
 
@@ -41,6 +42,12 @@ class StepSizes:
     lanes: int = 0
     overlaps: bool = False
     scratch_bytes: int = 0
+    halves: bool = False
+
+    @property
+    def pairs(self) -> bool:
+        """Whether steps may be two sub-batches that are packed as one."""
+        return self.overlaps or self.halves
 
 
 def workspace_bytes(
@@ -58,10 +65,10 @@ def workspace_bytes(
     tokens = padded_size(sizes.tokens)
     samples = min(padded_size(sizes.samples), tokens)
     lanes = LaneSizes(spec.num_layers, sizes.lanes, sizes.rows) if sizes.lanes else None
-    buffer = Buffer.for_steps(tokens, sizes.rows, sizes.blocks, lanes, overlaps=sizes.overlaps)
+    buffer = Buffer.for_steps(tokens, sizes.rows, sizes.blocks, lanes, overlaps=sizes.pairs)
     static = buffer.words * FLOAT + sizes.scratch_bytes
     static += 8 * told_size(padded_size(min(sizes.rows, sizes.tokens)))  # of leases
-    padding = tokens if sizes.overlaps else 0  # of a second sub-batch
+    padding = tokens if sizes.pairs else 0  # of a second sub-batch
     static += (tokens + sizes.lanes + padding) * (
         spec.hidden_size * element + 3 * 8 + 1
     ) + HASH_WORDS * FLOAT
@@ -74,13 +81,13 @@ def workspace_bytes(
     scratch = CUBLAS_BYTES + max(
         _attention_bytes(spec, number, sizes, tokens) for number in range(spec.num_layers)
     )
-    rounded = STRIDE if sizes.overlaps else 0  # each sub-batch is padded
+    rounded = STRIDE if sizes.pairs else 0  # each sub-batch is padded
     passes = [(tokens + sizes.lanes + rounded, samples + sizes.lanes)]
     if graphs:
         most = sizes_for(sizes.rows)[-1]
         largest = min(tokens, most)
         passes.append((largest + sizes.lanes, min(samples, most) + sizes.lanes))
-        if sizes.overlaps:
+        if sizes.pairs:
             passes[-1] = (2 * largest, min(samples, most))
     return static + scratch + sum(_pass_bytes(spec, element, ranks, *counts) for counts in passes)
 

@@ -35,6 +35,8 @@ class AttentionMetadata:
         block_size: tokens per block of this group.
         table_start: where each row's table begins in flat ``block_tables``; the CPU's native
             kernels do not take it.
+        programs: of decode attention on a GPU at the most, so that it leaves room for what runs
+            beside it; None for as many as suit it. Results are the same.
         max_query_len: no row has more query tokens, known before they are: kernels for longer rows
             are then left out of a captured step. None: any row may have T.
     """
@@ -46,6 +48,7 @@ class AttentionMetadata:
     block_size: int
     table_start: Array | None = None  # [R] int32
     max_query_len: int | None = None
+    programs: int | None = None
 
 
 class RmsNorm(Protocol):

@@ -23,6 +23,7 @@ class Totals:
         host_tokens: output tokens whose attention the host has computed.
         lost_sequences: preempted because the place with their KV was gone.
         resident_steps: those that were computed under a lease, which nobody has planned.
+        split_steps: those in two halves that overlap on the device.
         refused, demoted: requests that would have missed the target of their class, as was
             predicted: answered with an error, or served as best effort.
     """
@@ -45,6 +46,7 @@ class Totals:
     refused: int = 0
     demoted: int = 0
     resident_steps: int = 0
+    split_steps: int = 0
 
     def count_end(self, reason: FinishReason) -> None:
         """Count a sequence that has ended."""

@@ -128,4 +128,6 @@ def make_scheduler(name: str, given: Resources) -> Scheduler:
         raise ConfigError(f"Scheduler '{name}' predicts step times and got no costs to do so.")
     if row.has_part:
         return WITH_PART[name](given)
-    return compose(make_policy(row.policy, given), given.cache(row.needs_host), given.limits)
+    made = compose(make_policy(row.policy, given), given.cache(row.needs_host), given.limits)
+    made.halves = given.halves
+    return made

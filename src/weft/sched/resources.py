@@ -11,6 +11,7 @@ from weft.cost.model import CostModel
 from weft.kv.cache import GroupSpec, KVCache
 from weft.kv.disk_cache import DiskCache
 from weft.kv.tiers import AnyCache, TieredCache
+from weft.sched.halves import Halves
 from weft.sched.scheduler import Limits
 
 
@@ -53,6 +54,7 @@ class Resources:
         cost: what the scheduler predicts step times with; None where nothing was profiled.
         targets: how the targets of the classes are kept.
         disk: keeps the prefixes that the device gives up.
+        halves: splits steps in two that overlap on the device; None where they run whole.
     """
 
     groups: Seq[GroupSpec]
@@ -63,6 +65,7 @@ class Resources:
     cost: CostModel | None = None
     targets: TargetPolicy = DEFAULT_POLICY
     disk: DiskCache | None = None
+    halves: Halves | None = None
 
     @property
     def known_cost(self) -> CostModel:

@@ -21,6 +21,7 @@ from weft.sched.admission import Admission
 from weft.sched.batch import BatchBuilder, Launched, end_after, update_of
 from weft.sched.commit import Committer
 from weft.sched.filling import Filler
+from weft.sched.halves import Halves
 from weft.sched.invariants import check_drafts
 from weft.sched.lease import extend_lease
 from weft.sched.memory_device import DeviceMemory
@@ -123,6 +124,7 @@ class Scheduler:
         cache: the KV of the device.
         sequences: all sequences that have not ended.
         filler, admission: what policies fill steps with.
+        halves: splits steps; None where they run whole.
     """
 
     def __init__(
@@ -135,6 +137,7 @@ class Scheduler:
         self.admission = Admission(self.sequences, memory, limits.max_num_batched_tokens)
         self.committer = Committer(self.sequences)
         self.totals = self.sequences.totals
+        self.halves: Halves | None = None
         self._priorities = {row.name: row.priority for row in policy.classes}
         self._launched: deque[Launched] = deque()
         memory.attach(self.sequences, limits.max_num_batched_tokens)
@@ -210,18 +213,24 @@ class Scheduler:
     def _launch(self, step: BatchBuilder) -> StepPlan:
         """Remember the step and return its plan, with all rows in one sub-batch on the device.
 
-        A step that only moves KV has no sub-batch, so that nothing is computed for it.
+        Or in two that overlap there, unless it is leased. A step that only moves KV has no
+        sub-batch, so that nothing is computed for it.
         """
         step_id = self.totals.steps = self.totals.steps + 1
         lease = 0
         if self.limits.lease_steps and not self.parts and not self.memory.moves:
             lease = extend_lease(step, self.sequences, self.cache, self.limits.lease_steps)
+        cut = whole = len(step.rows)
+        if self.halves is not None and not lease:
+            cut = self.halves.split(step)
+        halves = [(0, cut), (cut, whole)] if cut < whole else [(0, whole)]
+        self.totals.split_steps += cut < whole
         self._launched.append(
             Launched(step_id, step.sequences, step.counts, step.samples, step.drafts)
         )
         plan = StepPlan(
             step_id,
-            (sub_batch(step, 0, len(step.rows)),) if step.rows else (),
+            tuple(sub_batch(step, *half) for half in halves) if step.rows else (),
             drop=self.sequences.take_dropped(),
             add=tuple(step.adds),
             extend=tuple(step.extends),
@@ -261,12 +270,14 @@ class Scheduler:
 
 
 def sub_batch(step: BatchBuilder, first: int, end: int, tiers: tuple[Tier, ...] = ()) -> SubBatch:
-    """Rows [first, end) of a step; those with drafts are in the first sub-batch."""
+    """Rows [first, end) of a step, with their drafts."""
+    rows = tuple(step.rows[first:end])
+    here = set(rows) if step.drafts else ()
     return SubBatch(
-        tuple(step.rows[first:end]),
+        rows,
         tuple(step.starts[first:end]),
         tuple(step.counts[first:end]),
         tuple(step.samples[first:end]),
         tiers,
-        {} if first else {sequence.row: draft for sequence, draft in step.drafts},
+        {sequence.row: draft for sequence, draft in step.drafts if sequence.row in here},
     )

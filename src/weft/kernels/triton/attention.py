@@ -100,7 +100,7 @@ def paged_attention(
         "SOFTCAP": softcap is not None,
         "TYPE": _factor_type(q.dtype),
     }
-    _few(chosen, tokens, common)
+    _few(chosen, tokens, common, batch.programs or _PROGRAMS)
     if min(batch.max_query_len or tokens, tokens) > chosen.few:
         _more(chosen, tokens, common)
     return out
@@ -119,11 +119,15 @@ def plan_for(
     return plan(found, max_query_len, shared_bytes(q.device), tuning)
 
 
-def _few(chosen: Plan, tokens: int, common: dict[str, Any]) -> None:
-    """Compute rows of at most ``chosen.few`` tokens: their splits, then the sums of these."""
+def _few(chosen: Plan, tokens: int, common: dict[str, Any], most: int) -> None:
+    """Compute rows of at most ``chosen.few`` tokens: their splits, then the sums of these.
+
+    Args:
+        most: programs, but for one that each row and head has.
+    """
     rows, heads, dim = common["rows"], common["HEADS"], common["DIM"]
     kv_heads = heads // common["GROUP"]
-    programs = min(chosen.splits, max(1, _PROGRAMS // power_of_2(rows * kv_heads)))
+    programs = min(chosen.splits, max(1, most // power_of_2(rows * kv_heads)))
     places = min(tokens, rows * chosen.few)
     device = common["q"].device
     sums = torch.empty(places, heads, chosen.splits, dim, dtype=torch.float32, device=device)

@@ -1,0 +1,114 @@
+"""Splits a step in two halves whose dense layers and decode attention overlap (NanoFlow).
+
+Only above the compute ridge, as halves read all weights twice, and only where the halves are
+predicted to take less time by more than ``LEAST_GAIN``. Prompts go to the first half with some of
+the decodes; the second half has decodes alone, whose attention is what the prompts hide.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from weft.cost.interference import LEAST_GAIN, Speeds
+from weft.cost.model import CostModel
+from weft.cost.work import Work
+from weft.sched.batch import BatchBuilder
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What halves are predicted with: the costs of steps, and speeds of what runs side by side."""
+
+    cost: CostModel
+    speeds: Speeds
+
+
+class Halves:
+    """See the module docstring.
+
+    Args:
+        sizes: tokens that a half is padded to, ascending; larger halves have no padding.
+        least: tokens of a step below which nothing is split.
+        measured: None splits every step that has decodes for both halves, or prompts and decodes.
+    """
+
+    def __init__(self, sizes: Seq[int], least: int, measured: Measured | None) -> None:
+        self._sizes, self._least, self._measured = tuple(sizes), least, measured
+
+    def split(self, step: BatchBuilder) -> int:
+        """Put the rows of a step in the order of its halves.
+
+        Returns:
+            how many of them are in the first half; all if the step is not split.
+        """
+        whole = len(step.rows)
+        drafted = {sequence.row: len(draft) for sequence, draft in step.drafts}
+        counts = [n + drafted.get(row, 0) for row, n in zip(step.rows, step.counts, strict=True)]
+        if whole < 2 or sum(counts) < self._least:
+            return whole
+        decodes = [i for i in range(whole) if counts[i] == 1 and step.starts[i]]
+        others = [i for i in range(whole) if counts[i] > 1 or not step.starts[i]]
+        best, gain = None, LEAST_GAIN if self._measured is not None else 0.0
+        for second in self._seconds(step, decodes, len(others), sum(counts)):
+            chosen = set(second)
+            first = [i for i in range(whole) if i not in chosen]
+            found = self._gain(step, counts, first, second)
+            if found > gain:
+                best, gain = (first, second), found
+        if best is None:
+            return whole
+        _reorder(step, [*best[0], *best[1]])
+        return len(best[0])
+
+    def _seconds(
+        self, step: BatchBuilder, decodes: Seq[int], others: int, tokens: int
+    ) -> Iterator[list[int]]:
+        """Decodes that may be the second half: all beside prompts, or as many as suit the sizes.
+
+        Those with the longest contexts, and every other one of them.
+        """
+        if others and decodes:
+            yield list(decodes)
+        if self._measured is None and others:
+            return
+        counts = [n for n in self._sizes if tokens <= 4 * n <= 3 * tokens] or [tokens // 2]
+        by_context = sorted(decodes, key=lambda i: -step.starts[i])
+        for count in sorted(counts, key=lambda n: abs(2 * n - tokens)):
+            if count > len(decodes) - (not others):
+                continue
+            longest = by_context[:count]
+            every_other = [*by_context[::2], *by_context[1::2]][:count]
+            yield sorted(every_other)
+            if others:
+                yield sorted(longest)
+
+    def _gain(
+        self, step: BatchBuilder, counts: Seq[int], first: Seq[int], second: Seq[int]
+    ) -> float:
+        """How many times as long the whole takes, by prediction; unmeasured the first one wins."""
+        if self._measured is None:
+            return 1.0
+        works = [self._work(step, counts, half) for half in (first, second)]
+        return self._measured.speeds.gain(self._measured.cost, works)
+
+    def _work(self, step: BatchBuilder, counts: Seq[int], half: Seq[int]) -> Work:
+        """What a half computes, its padding among the tokens."""
+        work = Work()
+        for i in half:
+            work.add(step.starts[i], counts[i], counts[i] - step.counts[i] + step.samples[i])
+        at = bisect_left(self._sizes, work.tokens)
+        if at < len(self._sizes):
+            work.tokens = self._sizes[at]
+        return work
+
+
+def _reorder(step: BatchBuilder, order: Seq[int]) -> None:
+    """Put the rows of a step in another order."""
+    step.sequences = [step.sequences[i] for i in order]
+    step.rows = [step.rows[i] for i in order]
+    step.starts = [step.starts[i] for i in order]
+    step.counts = [step.counts[i] for i in order]
+    step.samples = [step.samples[i] for i in order]
