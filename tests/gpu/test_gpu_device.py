@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from served import DEVICE
+from torch import Tensor
 
 import where
 from weft.core.errors import InvariantError
@@ -98,6 +99,60 @@ def test_forks_run_beside_what_follows_and_one_after_the_other(device) -> None:
             run()
         device.synchronize()
         assert [set(target.tolist()) for target in out] == [{1}, {3}, {7}]
+
+
+def test_branches_run_beside_what_follows_and_are_joined_one_by_one(device) -> None:
+    """Captured, and not; two are open at a time, and later ones get the memory of earlier ones."""
+    x = torch.zeros(1 << 16, dtype=torch.int64, device=device.where)
+    found = torch.zeros(6, dtype=torch.int64, device=device.where)
+    device.synchronize()
+
+    def body() -> None:
+        open_ = []
+        for number in range(6):
+            x.add_(1)
+            part = x * 2  # memory of the branch alone until it is joined
+            open_.append(device.branch(lambda part=part: part + 1))
+            del part
+            if number:
+                first = open_.pop(0).join()
+                found[number - 1].copy_(first[7])
+                torch.full_like(x, -5)
+        found[5].copy_(open_.pop().join()[7])
+
+    replay = device.capture(body)
+    for run in (replay, body, replay):
+        device.synchronize()
+        with device.work():
+            x.zero_()
+            found.zero_()
+            run()
+        device.synchronize()
+        assert found.tolist() == [3, 5, 7, 9, 11, 13]
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2, 3, 4])
+def test_branches_arrive_as_late_as_they_may(seed) -> None:
+    """In the order of their beginning; what they read must not change before."""
+    device, ran = HostDevice(seed), []
+    x = torch.ones(4)
+
+    def body(number: int) -> Tensor:
+        ran.append(number)
+        return x * number
+
+    branches = [device.branch(lambda number=number: body(number)) for number in range(1, 5)]
+    unknown = [bool(branch._result.isnan().any()) for branch in branches]
+    assert all(unknown) == (seed is None)
+    assert branches[1].join().tolist() == [2] * 4
+    assert branches[0]._result.tolist() == [1] * 4
+    later = [number for number in ran if ran.count(number) > 1]
+    assert list(dict.fromkeys(later)) == list(range(1, 1 + len(set(later))))
+    device.run_branches(1)
+    x.add_(1)
+    if seed is None:
+        with pytest.raises(InvariantError, match="what a branch reads has changed"):
+            branches[3].join()
 
 
 def test_what_another_thread_delivers_comes_in_its_order(device) -> None:

@@ -14,14 +14,17 @@ from weft.exec.captured import CapturedSteps
 from weft.sched.halves import Halves
 
 SIZES = (4, 8, 16)
-LEAST = 4  # tokens of a step that is split
+LEAST = 4
 
 
-def use_halves(monkeypatch: pytest.MonkeyPatch, seed: int | None = None) -> Counter[str]:
+def use_halves(
+    monkeypatch: pytest.MonkeyPatch, seed: int | None = None, least: int = LEAST
+) -> Counter[str]:
     """Have every engine that is built from now on split each step that it can.
 
     Args:
         seed: of the order in which the device runs branches.
+        least: tokens of a step that is split.
 
     Returns:
         counts of split steps by kind, as they come: ``captured``, ``uncaptured``, ``mixed`` for
@@ -29,7 +32,7 @@ def use_halves(monkeypatch: pytest.MonkeyPatch, seed: int | None = None) -> Coun
     """
     use_graphs(monkeypatch)
     monkeypatch.setattr("weft.engine.build.make_executor", partial(graph_executor, seed=seed))
-    choice = HalvesChoice("split", SIZES, None, Halves(SIZES, LEAST, None))
+    choice = HalvesChoice("split", SIZES, None, Halves(SIZES, least, None))
     monkeypatch.setattr("weft.engine.build.choose_halves", lambda *_: choice)
     found, overlapped = Counter[str](), CapturedSteps.overlapped
 
