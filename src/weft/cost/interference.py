@@ -36,6 +36,8 @@ class Speeds(NamedTuple):
         attention: attention beside dense layers.
         alone: attention so limited beside nothing.
         second_s: seconds that halves take beyond their parts.
+        gain: of a step that was measured, how many times as long it takes whole as in halves; the
+            largest one.
     """
 
     programs: int
@@ -43,6 +45,7 @@ class Speeds(NamedTuple):
     attention: float
     alone: float = 1.0
     second_s: float = 0.0
+    gain: float = 1.0
 
     def both_s(self, compute_s: float, memory_s: float) -> float:
         """Seconds of arithmetic and of reads that begin together; nothing takes less than none."""
@@ -62,13 +65,13 @@ class Speeds(NamedTuple):
         )
         return layers + outside + self.second_s
 
-    def gain(self, cost: CostModel, works: Seq[Work]) -> float:
+    def predicted_gain(self, cost: CostModel, works: Seq[Work]) -> float:
         """How many times as long the whole step takes as its halves, by prediction."""
         return step_time(cost, [works[0].joined(works[1])]) / self.halves_s(cost, works)
 
 
 def side_by_side(
-    compute_s: Any, memory_s: Any, dense: Any, attention: Any, alone: float = 1.0
+    compute_s: Any, memory_s: Any, dense: Any, attention: Any, alone: Any = 1.0
 ) -> Any:
     """Seconds of arithmetic and of reads that begin together, each at a part of its speed.
 
@@ -83,11 +86,10 @@ def side_by_side(
 
 @dataclass(frozen=True)
 class Interference:
-    """What was measured at each limit of decode attention, and the limit to serve with.
+    """What was measured at each limit of decode attention.
 
-    Attributes:
-        at: for each limit.
-        chosen: the index of the one at which equal parts end soonest.
+    Raises:
+        ProfileError: there is none, or a speed is no share.
     """
 
     at: tuple[Speeds, ...]
@@ -101,13 +103,8 @@ class Interference:
 
     @property
     def chosen(self) -> Speeds:
-        """The limit at which equal parts end soonest."""
-        return min(self.at, key=lambda speeds: speeds.both_s(1.0, 1.0))
-
-    @property
-    def best_gain(self) -> float:
-        """How many times as long equal parts take one after the other, at the most."""
-        return 2 / self.chosen.both_s(1.0, 1.0)
+        """The limit to serve with, at which a step gained most."""
+        return max(self.at, key=lambda speeds: speeds.gain)
 
     def to_json(self) -> list[dict[str, float]]:
         return [speeds._asdict() for speeds in self.at]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.cost.fit import Accuracy, ProfileKey
+from weft.cost.interference import LEAST_GAIN
 from weft.cost.profiler import GOAL
 from weft.cost.steps import LONG_S
 
@@ -32,7 +33,29 @@ def format_report(report: Mapping[str, Any], key: ProfileKey) -> str:
         lines.append("the machine repeats itself worse than that; measure again when it is quiet")
     if "host" in report:
         lines += ["", *_host_lines(report["host"])]
+    if "interference" in report:
+        lines += ["", *_interference_lines(report["interference"])]
     return "\n".join(lines)
+
+
+def _interference_lines(report: Mapping[str, Any]) -> list[str]:
+    """What was measured of steps in halves."""
+    lines = [
+        "dense layers of a half beside decode attention of the other, as shares of their speeds",
+        f"{'programs of attention':24}{'dense':>9}{'attention':>11}{'alone':>9}"
+        f"{'held out':>10}{'best gain':>11}",
+    ]
+    for row in report["limits"]:
+        name = f"at most {row['programs']}" if row["programs"] else "any number"
+        lines.append(
+            f"{name:24}{row['dense']:>9.1%}{row['attention']:>11.1%}{row['alone']:>9.1%}"
+            f"{row['held_out']['average']:>10.1%}{row['gain'] - 1:>+11.1%}"
+        )
+    chosen = f"{report['chosen']} programs" if report["chosen"] else "any number of programs"
+    gain = report["gain"]
+    serves = "are split where that gains" if gain > LEAST_GAIN else "run whole"
+    lines.append(f"steps {serves}: with {chosen} they take {1 - 1 / gain:.1%} less at the most")
+    return lines
 
 
 def _host_lines(report: Mapping[str, Any]) -> list[str]:

@@ -83,12 +83,11 @@ def _unmeasured(config: EngineConfig, sizes: tuple[int, ...], why: str) -> Halve
 
 
 def _measured(config: EngineConfig, sizes: tuple[int, ...], fitted: Fitted) -> HalvesChoice:
-    """By a profile: not at all where equal parts would gain too little."""
+    """By a profile: not at all where no measured step has gained enough."""
     assert fitted.interference is not None
-    speeds, gain = fitted.interference.chosen, fitted.interference.best_gain
-    ridge = ridge_tokens(fitted.dense)
-    measured = f"equal parts are {gain:.2f} times as fast side by side, as measured"
-    if config.overlap == "auto" and (gain <= LEAST_GAIN or ridge is None):
+    speeds, ridge = fitted.interference.chosen, ridge_tokens(fitted.dense)
+    measured = f"of the measured ones the best is {speeds.gain:.2f} times as fast in halves"
+    if config.overlap == "auto" and (speeds.gain <= LEAST_GAIN or ridge is None):
         reason = measured if ridge is not None else "dense layers never leave the compute ridge"
         return HalvesChoice(f"steps run whole: {reason}")
     least = max(2 * HALF_STRIDE, ridge or 0)

@@ -8,14 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 from weft.core.config import EngineConfig
+from weft.core.config_rules import excludes_halves
 from weft.cost.fit import Fitted, ProfileKey
 from weft.cost.host_profiler import profile_host
+from weft.cost.interference_profiler import profile_interference
 from weft.cost.options import ProfileOptions
 from weft.cost.profiler import profile
 from weft.cost.work import Work
 from weft.engine.build import build_engine
 from weft.engine.costs import profile_key
 from weft.engine.devices import is_cpu, pick_device
+from weft.engine.halves import attention_limits
 from weft.engine.timer import HostTimer, room_of
 from weft.sched.balance import Balance, HostWork
 
@@ -23,13 +26,17 @@ from weft.sched.balance import Balance, HostWork
 def profiled_config(settings: Mapping[str, Any]) -> EngineConfig:
     """The settings of an engine to measure: one that attends on the host if they say how.
 
-    Where it can, it overlaps sub-batches as well as it carries rows.
+    Where it can, it overlaps sub-batches as well as it carries rows; and on a GPU it has steps in
+    halves, unless overlap is off.
 
     Raises:
         ConfigError: they cannot be.
     """
     if not (settings.get("host_threads") or settings.get("host_process")):
-        return EngineConfig.from_mapping(settings)
+        config = EngineConfig.from_mapping(settings)
+        if config.overlap == "off" or is_cpu(pick_device(config.device)):
+            return config
+        return config if excludes_halves(config) else replace(config, overlap="on")
     config = EngineConfig.from_mapping({"scheduler": "slo-piggyback", **settings})
     if "scheduler" in settings or config.tensor_parallel > 1 or config.attend:
         return config
@@ -63,6 +70,17 @@ def profile_engine(
         if room.host is not None:
             costs, report["host"] = profile_host(run, room, fitted, options, load_aware_splits)
             fitted = replace(fitted, hosts={room.host.name: costs})
+        limit = getattr(engine.executor, "limit_attention", None)
+        if engine.resolved.half_sizes is not None and limit is not None:
+            found, report["interference"] = profile_interference(
+                run.run,
+                room,
+                fitted,
+                lambda programs: limit(programs or None),
+                attention_limits(engine.model.device),
+                options,
+            )
+            fitted = replace(fitted, interference=found)
     finally:
         engine.close()
     return key, fitted, report

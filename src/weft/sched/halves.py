@@ -92,7 +92,7 @@ class Halves:
         if self._measured is None:
             return 1.0
         works = [self._work(step, counts, half) for half in (first, second)]
-        return self._measured.speeds.gain(self._measured.cost, works)
+        return self._measured.speeds.predicted_gain(self._measured.cost, works)
 
     def _work(self, step: BatchBuilder, counts: Seq[int], half: Seq[int]) -> Work:
         """What a half computes, its padding among the tokens."""
