@@ -120,6 +120,12 @@ class Interference:
         )
 
 
+def ridge_of(cost: CostModel, most: int) -> int | None:
+    """``ridge_tokens`` of a cost model, by steps of up to ``most`` tokens, at least 4."""
+    tokens = 1, max(2, most // 2), max(4, most)
+    return ridge_tokens(Curve(tokens, tuple(cost.terms(Work(tokens=n)).dense for n in tokens)))
+
+
 def ridge_tokens(dense: Curve) -> int | None:
     """Tokens from which on dense layers are bound by arithmetic, not by reading the weights.
 

@@ -17,6 +17,10 @@ from weft.cost.model import CostModel
 from weft.cost.work import Work
 from weft.sched.batch import BatchBuilder
 
+# That halves are padded to in simulations; executors have their own, which are multiples of 128,
+# too (BlendServe appendix A.2).
+HALF_SIZES = (128, 256, 384, 512)
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -37,6 +41,11 @@ class Halves:
 
     def __init__(self, sizes: Seq[int], least: int, measured: Measured | None) -> None:
         self._sizes, self._least, self._measured = tuple(sizes), least, measured
+
+    @property
+    def speeds(self) -> Speeds | None:
+        """What halves slow each other down to; None where nothing was measured."""
+        return None if self._measured is None else self._measured.speeds
 
     def split(self, step: BatchBuilder) -> int:
         """Put the rows of a step in the order of its halves.

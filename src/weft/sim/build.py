@@ -15,19 +15,22 @@ from pathlib import Path
 from weft.core.errors import ConfigError, UnsupportedModelError
 from weft.core.schedulers import SCHEDULERS
 from weft.core.types import ServiceClass
-from weft.cost.fit import ProfileKey
+from weft.cost.fit import Fitted, ProfileKey
 from weft.cost.hardware import Hardware, hardware
+from weft.cost.interference import ridge_of
 from weft.cost.model import CostModel, step_time
 from weft.cost.roofline import CPU_DRIVEN, KV_BYTES, NO_OVERHEAD, Roofline
 from weft.cost.shape import ModelShape, model_shape
 from weft.cost.work import Work
 from weft.kv.cache import GroupSpec
+from weft.sched.halves import HALF_SIZES, Halves, Measured
 from weft.sched.registry import make_scheduler
 from weft.sched.resources import Resources
 from weft.sched.scheduler import Limits, Scheduler
 from weft.sim.jobs import SimulatedRequest, trace_jobs
 from weft.sim.learn import learn
 from weft.sim.options import DEFAULT_REQUESTS, SYNTHETIC, SimOptions
+from weft.sim.overlap import published
 from weft.sim.run import Traffic
 from weft.sim.simulated import Errors
 from weft.sim.workload_file import Workload, conversations, is_workload, read_workload
@@ -188,12 +191,46 @@ def build(options: SimOptions) -> World:
     )
     world = World(options, shape, machine, cost, sheet, resources, main, best_effort)
     check_targets(world, [options.service_class])
-    if not SCHEDULERS[options.scheduler].needs_cost:
-        return world
-    key = ProfileKey(machine.name, shape.name, sheet.dtype, f"tp{options.tp}", "simulated")
-    noise = Errors(options.error, 0.0, 1.0, options.seed)
-    fitted = learn(cost, key, limits, noise, host=machine.host is not None)
-    return replace(world, planned=replace(resources, cost=fitted))
+    planned_cost: CostModel = cost
+    if SCHEDULERS[options.scheduler].needs_cost:
+        key = ProfileKey(machine.name, shape.name, sheet.dtype, f"tp{options.tp}", "simulated")
+        noise = Errors(options.error, 0.0, 1.0, options.seed)
+        planned_cost = learn(cost, key, limits, noise, host=machine.host is not None)
+        world = replace(world, planned=replace(resources, cost=planned_cost))
+    halves = _halves(options, planned_cost)
+    return replace(world, planned=replace(world.planned, halves=halves))
+
+
+def _halves(options: SimOptions, cost: CostModel) -> Halves | None:
+    """What splits steps; None where they run whole.
+
+    Raises:
+        ConfigError: the scheduler has sub-batches of its own, or the profile has no interference.
+        ProfileError: there is no such profile.
+    """
+    if options.overlap == "off":
+        return None
+    if SCHEDULERS[options.scheduler].has_part:
+        raise ConfigError(
+            f"Scheduler {options.scheduler} has sub-batches of its own, for the host's attention; "
+            "leave overlap off.",
+            param="overlap",
+        )
+    interference = published()
+    if options.overlap != "published":
+        fitted = Fitted.load(Path(options.overlap))
+        if fitted.interference is None:
+            raise ConfigError(
+                f"The profile {options.overlap} has nothing of halves; measure them on a GPU with "
+                "weft profile, or set overlap to published.",
+                param="overlap",
+            )
+        interference = fitted.interference
+    most = options.max_num_batched_tokens
+    ridge = ridge_of(cost, most)
+    if ridge is None:
+        return None
+    return Halves(HALF_SIZES, max(2 * HALF_SIZES[0], ridge), Measured(cost, interference.chosen))
 
 
 def find_shape(model: str) -> ModelShape:

@@ -89,7 +89,8 @@ def _figures(world: World, result: Simulated, load: float) -> dict[str, Any]:
         code: {"count": count, "message": record.examples[code]}
         for code, count in record.failures.items()
     }
-    return {"load": load, "unit": "requests/s", **figures, "failures": failures}
+    halves = {"split_steps": result.totals.split_steps} if world.planned.halves else {}
+    return {"load": load, "unit": "requests/s", **figures, **halves, "failures": failures}
 
 
 def _of_the_sweep(runs: list[dict[str, Any]], service_class: str) -> dict[str, Any]:

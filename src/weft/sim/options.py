@@ -55,6 +55,13 @@ class SimOptions:
     scheduler: str = setting(
         "str", "fcfs", "who decides what each step computes", choices=tuple(SCHEDULERS)
     )
+    overlap: str = setting(
+        "str",
+        "off",
+        "compute large steps in two halves, dense layers of one beside decode attention of the "
+        "other: off; published slows them down as NanoFlow measured on an A100; or a profile of "
+        "weft that has measured it",
+    )
     trace: str = setting("str", SYNTHETIC, TRACES)
     rate: str | None = setting(
         "str",

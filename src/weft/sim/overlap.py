@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from weft.cost.interference import Interference, Speeds, side_by_side
 from weft.cost.model import CostModel, Terms
 from weft.cost.work import Work
 
@@ -21,6 +22,15 @@ Overlap = Callable[[Any, Any], Any]  # seconds of arithmetic and of reads alone 
 # it: measured on A100 for NanoFlow (efeslab/Nanoflow, autosearch/trace/gemv_interference.csv).
 LOST = np.array([0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
 GAINED = np.array([0.0, 0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0])
+
+
+def published() -> Interference:
+    """The same as weft measures it, at each share that dense layers lose."""
+    points = []
+    for lost, gained in zip(LOST[1:-1].tolist(), GAINED[1:-1].tolist(), strict=True):
+        speeds = Speeds(0, 1 - lost, gained)
+        points.append(speeds._replace(gain=2 / speeds.both_s(1.0, 1.0)))
+    return Interference(tuple(points))
 
 
 def in_a_row(compute_s: Any, memory_s: Any) -> Any:
@@ -45,9 +55,7 @@ def interfering(compute_s: Any, memory_s: Any) -> Any:
     best = compute + memory
     for lost in np.linspace(0.02, 0.98, 49):
         kept, gained = 1 - lost, float(np.interp(lost, LOST, GAINED))
-        both = np.minimum(compute / kept, memory / gained)
-        rest = np.maximum(compute - both * kept, 0.0) + np.maximum(memory - both * gained, 0.0)
-        best = np.minimum(best, both + rest)
+        best = np.minimum(best, side_by_side(compute, memory, kept, gained))
     return best.reshape(shape) if shape else float(best[0])
 
 

@@ -31,6 +31,8 @@ def format_sim(result: Mapping[str, Any]) -> str:
         if len(run["classes"]) > 1:
             for name, own in run["classes"].items():
                 lines += latencies(own, f"{name}, ms")
+        if "split_steps" in run:
+            lines.append(f"{'halves':>12}: {run['split_steps']} steps in two that overlap")
         lines += [*_classes(run), *_targets(run), *_machine(run)]
     lines += ["", *sweep_lines(result)]
     return "\n".join(lines).rstrip()

@@ -83,6 +83,7 @@ def simulate(
         gauges=gauges,
         block_size=scheduler.cache.groups[0].block_size,
         piggyback=piggyback,
+        speeds=None if scheduler.halves is None else scheduler.halves.speeds,
     )
     loop = EngineLoop(scheduler, executor, inbox, clock)
     while True:

@@ -17,6 +17,7 @@ from weft.core.errors import InvariantError
 from weft.core.plan import PIGGYBACK_WAIT_S, KVMove, StepPlan, StepResult, SubBatch, Tier, TierCopy
 from weft.core.ports import Lease
 from weft.cost.carried import carried_s
+from weft.cost.interference import Speeds
 from weft.cost.model import CostModel, step_time
 from weft.cost.work import Work
 from weft.sim.clock import VirtualClock
@@ -92,6 +93,7 @@ class SimulatedExecutor:
         block_size: tokens of a block, for KV that moves.
         depth: steps that may be in flight while another one is launched, as with real devices.
         piggyback: carries the piggybacked rows of plans that have some.
+        speeds: of what the halves of a step do side by side; None where they run in turn.
     """
 
     def __init__(
@@ -106,9 +108,11 @@ class SimulatedExecutor:
         block_size: int = 16,
         depth: int = 1,
         piggyback: Piggyback | None = None,
+        speeds: Speeds | None = None,
     ) -> None:
         self.depth = depth
-        self.overlaps = False
+        self.overlaps = speeds is not None
+        self._speeds = speeds
         self._cost = cost
         self._clock = clock
         self._ends = ends
@@ -144,7 +148,7 @@ class SimulatedExecutor:
         works[0].in_tokens += self._moved(plan.moves, Tier.DEVICE)
         works[0].out_tokens += self._copied(plan.spills)
         works[0].in_tokens += self._copied(plan.fills)
-        seconds = step_time(self._cost, works) * self._errors.factor()
+        seconds = self._step_s(works) * self._errors.factor()
         result = self._result(plan)
         if self._piggyback is not None:
             start_s, carried_s, piggybacked_results = self._piggyback_results(
@@ -161,6 +165,11 @@ class SimulatedExecutor:
         ticket = SimulatedTicket(self, self._free_at, result)
         self._outstanding.append(ticket)
         return ticket
+
+    def _step_s(self, works: list[Work]) -> float:
+        if self._speeds is not None and len(works) == 2:
+            return self._speeds.halves_s(self._cost, works)
+        return step_time(self._cost, works)
 
     def _piggyback_results(
         self, plan: StepPlan, works: list[Work], start_s: float, seconds: float
