@@ -169,7 +169,7 @@ def fit_speeds(fitted: Fitted, programs: int, points: Seq[HalvedPoint]) -> Speed
     """
     if not points or min(min(point.halves_s, point.whole_s) for point in points) <= 0:
         raise ProfileError("halves cannot be fitted to no steps, or to one that took no time")
-    parts = _Parts.of(fitted, points)
+    parts = _PointTable.of(fitted, points)
     best = parts.best(TRIED, TRIED, TRIED)
     best = parts.best(*(np.clip(value + FINER, 0.02, 1.0) for value in best))
     dense, attention, alone = (round(float(share), 4) for share in best)
@@ -179,7 +179,7 @@ def fit_speeds(fitted: Fitted, programs: int, points: Seq[HalvedPoint]) -> Speed
 
 
 @dataclass(frozen=True)
-class _Parts:
+class _PointTable:
     """Of P points: seconds of arithmetic and of reads [2, P] side by side, the others, and all."""
 
     compute: NDArray[np.float64]
@@ -188,7 +188,7 @@ class _Parts:
     taken: NDArray[np.float64]
 
     @classmethod
-    def of(cls, fitted: Fitted, points: Seq[HalvedPoint]) -> _Parts:
+    def of(cls, fitted: Fitted, points: Seq[HalvedPoint]) -> _PointTable:
         rows = []
         for point in points:
             a, b = (fitted.terms(work) for work in point.works)
