@@ -119,6 +119,11 @@ PARTS = (
     tests("tests", 90, "tests/triton", "tests/gpu", *ABSENT, dry=ONE_TEST),
     part("leases", 60, "leases.py --limit 19", f"{TINY} --steps 5", needs="build"),
     part("models", 90, f"decode.py --others --seconds 75 {TRACES}", needs="build"),
+    part(
+        "nano", 50, "nano.py",
+        "--device cpu --model tiny --quantize none --rows 8 --context 40 --chunk 16 --repeats 2",
+        needs="build",
+    ),
     part("lanes", 24, "lanes.py", HOSTED, needs="build"),
     part("overlap", 20, "overlap.py", HOSTED, needs="build"),
     part("transformers", 60, "transformers_decode.py", modules="transformers", asked=True),
