@@ -30,6 +30,8 @@ from journal import Journal  # noqa: E402
 from parts import BUILD, LAST, OUT, PARTS, TOTAL_S, Part, dry_run, select  # noqa: E402
 from running import LATE_S, Outcome, Runner  # noqa: E402
 
+LOG = "log.txt"
+
 
 def environment_of(given: Mapping[str, str], *, dry: bool = False) -> dict[str, str]:
     """The variables that parts run with: weft from here, tests on the GPU, kernels compiled."""
@@ -52,16 +54,15 @@ def folder_of(wish: Path | None, given: Mapping[str, str], *, dry: bool = False)
     asked = wish or (Path(given["OUT"]) if given.get("OUT") else None)
     found = asked or ROOT / "build" / ("gpu_check_dry" if dry else "gpu_check")
     try:
-        (found / "logs").mkdir(parents=True, exist_ok=True)
-        (found / "logs" / ".writable").touch()
-        (found / "logs" / ".writable").unlink()
+        found.mkdir(parents=True, exist_ok=True)
+        with (found / LOG).open("a"):
+            pass
     except OSError as error:
         if asked is not None:
             raise SystemExit(
                 f"cannot write results into {found} ({error}); name another with --out"
             ) from None
         found = Path(tempfile.mkdtemp(prefix="gpu_check-"))
-        (found / "logs").mkdir()
     return found.resolve()
 
 
@@ -80,7 +81,8 @@ class Check:
         self._ends = time.monotonic() + total_s
         last = next((each for each in parts if each.name == LAST), None)
         self._kept_s = 0.0 if last is None else last.limit_s
-        self._runner = Runner(environment, journal.take, self._end, folder / "logs")
+        log = (folder / LOG).open("a")
+        self._runner = Runner(environment, journal.take, self._end, log)
 
     def run(self, *, skip_done: bool) -> None:
         """Run all parts, or say of each why it does not run."""
@@ -155,7 +157,7 @@ def say(journal: Journal, folder: Path, parts: Sequence[Part], *, dry: bool) -> 
     text = f"{head}\n\n{goals}\n\n{figures}\n\n{failures}\n"
     (folder / "table.md").write_text(text)
     print(f"\n{figures}\n\n{goals}\n\n{failures}\n\n{head}")
-    print(f"Results: {folder} (send table.md and figures.jsonl, and traces/ if there are any)")
+    print(f"Results: {folder} (send table.md, figures.jsonl, log.txt and, if there, traces.tar)")
     if dry:
         ends = {part.name: part.ends for part in parts}
         wrong = [each for each in outcomes if each.status not in (ends[each.name], "done before")]
@@ -182,7 +184,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder of the results (default: $OUT)")
     parser.add_argument("--only", default="", help="names of parts, with commas between")
-    parser.add_argument("--skip-done", action="store_true", help="leave out what passed before")
+    parser.add_argument(
+        "--skip-done",
+        nargs="?",
+        type=Path,
+        const=Path(),
+        metavar="FILE",
+        help="leave out what passed before, by the figures.jsonl of the results, or another one",
+    )
     parser.add_argument("--seconds", type=float, default=TOTAL_S, help="for all of it")
     parser.add_argument("--list", action="store_true", help="name the parts and end")
     parser.add_argument(
@@ -201,12 +210,15 @@ def main() -> int:
             "There is no NVIDIA GPU here; nothing was checked. --dry-run tests the script itself."
         )
     folder = folder_of(options.out, os.environ, dry=options.dry_run)
-    journal = Journal(folder, dry=options.dry_run)
+    earlier = options.skip_done if options.skip_done != Path() else None
+    if earlier is not None and not earlier.is_file():
+        raise SystemExit(f"there is no file {earlier}; --skip-done takes an earlier figures.jsonl")
+    journal = Journal(folder, dry=options.dry_run, earlier=earlier)
     environment = environment_of(os.environ, dry=options.dry_run)
     check = Check(chosen, journal, environment, folder, options.seconds)
     signal.signal(signal.SIGTERM, _interrupted)
     try:
-        check.run(skip_done=options.skip_done)
+        check.run(skip_done=options.skip_done is not None)
     except KeyboardInterrupt:
         check.stop()
     return say(journal, folder, chosen, dry=options.dry_run)

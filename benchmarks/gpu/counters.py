@@ -62,7 +62,6 @@ def tell(step: str, text: str) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     options = parser.parse_args()
     if options.device == "cpu" or shutil.which("ncu") is None:
@@ -79,7 +78,7 @@ def main() -> int:
             note(f"ncu takes longer than {LIMIT_S:.0f} s for a step of {name}")
             failed += 1
             continue
-        (options.out / f"counters_{step}.csv").write_text(done.stdout)
+        print(done.stdout)
         if tell(name, done.stdout) == 0:
             lines = [x for x in (done.stdout + done.stderr).splitlines() if "ERROR" in x]
             note(

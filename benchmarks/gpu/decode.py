@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import argparse
 import gc
+import shutil
 import statistics
 import subprocess
 import sys
+import tarfile
+import tempfile
 import time
 import traceback
 from collections import Counter
@@ -116,9 +119,12 @@ class Span:
 
 @contextmanager
 def traced(file: Path | None = None) -> Iterator[list[Span]]:
-    """All that the GPU did within, filled in at the end; ``file`` gets it compressed, for a viewer.
+    """All that the GPU did within, filled in at the end.
 
     Without a GPU it is what torch did on the host.
+
+    Args:
+        file: gets it compressed, for a viewer.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -127,11 +133,7 @@ def traced(file: Path | None = None) -> Iterator[list[Span]]:
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as trace:
         yield spans
     if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
         trace.export_chrome_trace(str(file))
-        if file.stat().st_size > MOST_TRACE_BYTES:
-            note(f"the trace {file.name} is too large to be kept")
-            file.unlink()
     for event in trace.events():
         if event.device_type.name == "CUDA":
             spans.append(Span(event.name, event.time_range.start, event.time_range.end))
@@ -238,7 +240,7 @@ def new_device(kind: str) -> Device:
 def measure(
     case: Case, batch: int, decoder: Decoder, device: Device, output: int, traces: Path | None
 ) -> None:
-    """Measure a batch; write a trace into ``traces`` if a goal is missed."""
+    """Measure a batch; add a trace to the archive ``traces`` if a goal is missed."""
     name = f"{case.model} {'bf16' if case.quantize == 'none' else case.quantize}, batch {batch}"
     cuda, started = device.where.type == "cuda", time.perf_counter()
     engine = Engine(decoder, device, batch, decoder.dtype)
@@ -258,13 +260,32 @@ def measure(
         figure(label, value, unit)
         goal = goal_of(label)
         missed |= goal is not None and not goal.reached(value)
-    file = traces / f"{name.replace(' ', '_').replace(',', '')}.json.gz" if traces else None
-    if cuda or (missed and file is not None):
-        spans = engine.trace(batch, TRACED_STEPS, file if missed else None)
+    kept = traces if missed else None
+    if cuda or kept is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / f"{name.replace(' ', '_').replace(',', '')}.json.gz"
+            spans = engine.trace(batch, TRACED_STEPS, file if kept else None)
+            if kept is not None:
+                keep_trace(file, kept)
     if cuda:
         figure(f"{name}: GPU idle", idle_share(spans))
         print_profile(name, spans)
     engine.executor.close()
+
+
+def keep_trace(file: Path, archive: Path) -> None:
+    """Add a file to an archive, which is a whole one at every moment, if there is room for it."""
+    size = archive.stat().st_size if archive.exists() else 0
+    if size + file.stat().st_size > MOST_TRACE_BYTES:
+        note(f"there is no room for the trace {file.name}")
+        return
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = archive.with_suffix(".new")
+    if size:
+        shutil.copyfile(archive, unfinished)
+    with tarfile.open(unfinished, "a" if size else "w") as tar:
+        tar.add(file, file.name)
+    unfinished.replace(archive)
 
 
 def print_profile(name: str, spans: Seq[Span]) -> None:
@@ -307,7 +328,7 @@ def main() -> int:
     parser.add_argument("--batch", help="only these batches, with commas between")
     parser.add_argument("--output", type=int, default=OUTPUT)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--traces", type=Path, help="folder for traces of what misses its goal")
+    parser.add_argument("--traces", type=Path, help="archive for traces of what misses its goal")
     options = parser.parse_args()
     cuda = options.device == "cuda"
     cases = [case for case in CASES[options.others :] if options.model in (None, case.model)]

@@ -56,16 +56,17 @@ class Journal:
 
     Args:
         dry: figures are replaced, as what a stand-in measures says nothing.
+        earlier: the lines of another folder; what passed there counts as done.
     """
 
-    def __init__(self, folder: Path, *, dry: bool) -> None:
+    def __init__(self, folder: Path, *, dry: bool, earlier: Path | None = None) -> None:
         self.outcomes: dict[str, Outcome] = {}
         self._folder, self._dry = folder, dry
         self._started = time.monotonic()
         self.done: dict[str, Outcome] = {}  # parts that passed in an earlier run here
         path = folder / LINES
         text = path.read_text(errors="replace") if path.exists() else ""
-        self._read(text)
+        self._read((earlier.read_text(errors="replace") + "\n" if earlier else "") + text)
         self._lines = path.open("a")
         if text and not text.endswith("\n"):  # a run that was killed while it wrote
             self._lines.write("\n")

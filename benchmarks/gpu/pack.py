@@ -16,7 +16,7 @@ from pathlib import Path
 from figures import figure, note
 
 PIECE_BYTES = 15 * 2**20
-MOST_BYTES = 120 * 2**20
+MOST_BYTES = 2 * PIECE_BYTES
 KEPT = (".cubin", ".json", ".so")
 
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from parts import ROOT, Part
 
@@ -25,7 +25,7 @@ LATE_S = TERM_S + KILL_S  # by which a part may exceed its limit
 TICK_S = 0.2
 LAST_LINES = 12  # of a part that failed
 LONGEST_LINE = 64 * 1024
-LOG_BYTES = 8 * 2**20  # of a part's output that are kept in its file
+LOG_BYTES = 700 * 1024  # of a part's output that the log keeps
 SHOWN_BYTES = 64 * 1024  # of a part's output that are shown; its figures always are
 
 Take = Callable[["Outcome", str], bool]  # whether a line of a part states a figure
@@ -53,14 +53,14 @@ class Running:
     """A part that runs."""
 
     def __init__(
-        self, part: Part, environment: Mapping[str, str], limit_s: float, take: Take, log: Path
+        self, part: Part, environment: Mapping[str, str], limit_s: float, take: Take, log: TextIO
     ) -> None:
         self.part, self.outcome = part, Outcome(part.name)
         self._take, self._limit_s = take, limit_s
         self._started = time.monotonic()
         self._told: list[int] = []  # the signals so far
         self._line, self._cut, self._shown, self._kept = b"", False, 0, 0
-        self._log = log.open("wb")
+        self._log = log
         self._process = subprocess.Popen(
             list(part.command),
             cwd=ROOT,
@@ -89,7 +89,6 @@ class Running:
                 found = b""
             if not found:
                 return False
-            self._keep(found)
             *lines, rest = (self._line + found).split(b"\n")
             for line in lines:
                 self._state(line)
@@ -131,7 +130,6 @@ class Running:
             self._state(self._line)
         assert self._process.stdout is not None
         self._process.stdout.close()
-        self._log.close()
         outcome = self.outcome
         outcome.status, outcome.seconds = status, time.monotonic() - self._started
         if status == "too long":
@@ -140,12 +138,12 @@ class Running:
             assert code is not None
             outcome.why = f"signal {-code}" if code < 0 else f"exit code {code}"
 
-    def _keep(self, found: bytes) -> None:
-        kept = found[: max(0, LOG_BYTES - self._kept)]
-        self._kept += len(found)
-        with contextlib.suppress(OSError):  # a full disk
-            self._log.write(kept)
-            self._log.flush()
+    def _keep(self, line: str) -> None:
+        self._kept += len(line)
+        if self._kept <= LOG_BYTES:
+            with contextlib.suppress(OSError):  # a full disk
+                self._log.write(f"[{self.part.name}] {line}\n")
+                self._log.flush()
 
     def _state(self, raw: bytes) -> None:
         """Take a line; what follows the first part of one that is too long is left out."""
@@ -156,13 +154,14 @@ class Running:
         line = "".join(
             x if x.isprintable() or x == "\t" else "\N{REPLACEMENT CHARACTER}" for x in text
         )
+        self._keep(line)
         outcome = self.outcome
         if not self._take(outcome, line):
             outcome.last_lines = [*outcome.last_lines, line[:500]][-LAST_LINES:]
             self._shown += len(line)
             if self._shown > SHOWN_BYTES:
                 if self._shown - len(line) <= SHOWN_BYTES:
-                    print(f"[{self.part.name}] ... the rest is in its log", flush=True)
+                    print(f"[{self.part.name}] ... the rest is in the log", flush=True)
                 return
         print(f"[{self.part.name}] {line}", flush=True)
 
@@ -188,7 +187,7 @@ class Runner:
     Args:
         take: gets every line; returns whether it states a figure.
         end: gets every outcome as soon as it is one.
-        logs: a folder for all that parts print.
+        log: gets the lines of all parts.
     """
 
     def __init__(
@@ -196,15 +195,14 @@ class Runner:
         environment: Mapping[str, str],
         take: Take,
         end: Callable[[Outcome], None],
-        logs: Path,
+        log: TextIO,
     ) -> None:
-        self._environment, self._take, self._end, self._logs = environment, take, end, logs
+        self._environment, self._take, self._end, self._log = environment, take, end, log
         self._selector = selectors.DefaultSelector()
         self._running: list[Running] = []
 
     def start(self, part: Part, limit_s: float) -> Running:
-        log = self._logs / (part.name.replace(" ", "_") + ".txt")
-        running = Running(part, self._environment, limit_s, self._take, log)
+        running = Running(part, self._environment, limit_s, self._take, self._log)
         self._selector.register(running.pipe, selectors.EVENT_READ, running)
         self._running.append(running)
         return running

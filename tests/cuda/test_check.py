@@ -32,7 +32,6 @@ def run(folder: Path, *parts: Part, total_s: float = 300.0, skip_done: bool = Fa
     import check
     from journal import Journal
 
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
     journal = Journal(folder, dry=dry)
     environment = check.environment_of(os.environ, dry=dry)
     check.Check(parts, journal, environment, folder, total_s).run(skip_done=skip_done)
@@ -78,14 +77,16 @@ def test_what_goes_wrong_is_told_and_what_follows_runs(tmp_path):
     assert found["words"]["last_lines"] == ["half way", "no kernel"]
     assert [each["value"] for each in found["garbage"]["figures"]] == [1.0, "nan"]
     assert sum(line.get("part") == "flood" for line in lines) == 3  # it begins, a figure, it ends
-    assert (tmp_path / "logs" / "flood.txt").stat().st_size <= 8 * 2**20
+    log = (tmp_path / "log.txt").read_text()
+    assert len(log) < 2**20  # a flood's beginning
+    assert "[words] half way\n[words] no kernel\n" in log
 
 
 def test_a_flood_shows_its_beginning_only(tmp_path, capfd):
     run(tmp_path, pretended("flood"))
     shown = capfd.readouterr().out
     assert len(shown) < 100_000
-    assert "[flood] ... the rest is in its log" in shown
+    assert "[flood] ... the rest is in the log" in shown
     assert '"before the flood"' in shown
 
 
@@ -200,7 +201,6 @@ def test_a_run_goes_on_where_another_was_killed(tmp_path):
     with (tmp_path / "figures.jsonl").open("a") as lines:
         lines.write('{"part": "one", "name": "cut o')
     parts = python("one", "raise SystemExit(1)"), python("two", FIGURE)
-    (tmp_path / "logs" / "one.txt").unlink()
     import check
     from journal import Journal
 
@@ -210,7 +210,19 @@ def test_a_run_goes_on_where_another_was_killed(tmp_path):
     statuses = {name: each.status for name, each in journal.outcomes.items()}
     assert statuses == {"one": "done before", "two": "passed"}
     assert journal.outcomes["one"].figures == [{"name": "rate", "value": 3.5, "unit": "tok/s"}]
-    assert not (tmp_path / "logs" / "one.txt").exists()
+
+
+def test_what_passed_elsewhere_is_left_out(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    words = "--dry-run", "--only", "facts"
+    assert script(*words, "--out", str(first)).returncode == 0
+    done = script(*words, "--out", str(second), "--skip-done", str(first / "figures.jsonl"))
+    assert done.returncode == 0
+    assert "| **facts** | done before | " in done.stdout
+    assert "| | CPU | stand-in |  |" in done.stdout
+    done = script(*words, "--out", str(second), "--skip-done", str(tmp_path / "absent"))
+    assert done.returncode == 1
+    assert f"there is no file {tmp_path / 'absent'}" in done.stderr
 
 
 def test_a_dry_run_is_no_reason_to_skip_a_part(tmp_path):
@@ -225,7 +237,6 @@ def test_a_summary_is_whole_at_every_moment(tmp_path):
     import check
     from journal import Journal
 
-    (tmp_path / "logs").mkdir()
     code = f"for _ in range(300): {FIGURE}"
     journal = Journal(tmp_path, dry=False)
     taken = []
@@ -360,7 +371,6 @@ def test_a_dry_run_fails_where_a_part_ends_otherwise_than_it_must(tmp_path, caps
     import check
     from journal import Journal
 
-    (tmp_path / "logs").mkdir()
     parts = [python("bad", "raise SystemExit(1)"), python("dead", "raise SystemExit(1)")]
     parts[1] = Part("dead", parts[1].command, 60.0, ends="failed")
     journal = Journal(tmp_path, dry=True)

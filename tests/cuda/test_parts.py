@@ -184,17 +184,24 @@ def test_a_batch_that_fails_stops_no_other(monkeypatch, capsys):
     assert "tiny, batch 1: RuntimeError: no memory for it" in capsys.readouterr().out
 
 
-def test_what_misses_its_goal_leaves_a_trace(monkeypatch, tmp_path):
+def test_what_misses_its_goal_leaves_a_trace(monkeypatch, tmp_path, capsys):
     import decode
     from goals import Goal
 
     monkeypatch.setattr(decode, "goal_of", lambda name: Goal("decode", name, 1e12, "more"))
     words = ["decode.py", "--device", "cpu", "--model", "tiny", "--batch", "2", "--output", "4"]
-    monkeypatch.setattr(sys, "argv", [*words, "--traces", str(tmp_path)])
+    archive = tmp_path / "traces.tar"
+    monkeypatch.setattr(sys, "argv", [*words, "--traces", str(archive)])
     assert decode.main() == 0
-    (trace,) = tmp_path.iterdir()
-    assert trace.name == "tiny_bf16_batch_2.json.gz"
-    assert "traceEvents" in json.loads(gzip.decompress(trace.read_bytes()))
+    (tmp_path / "other.json.gz").write_bytes(b"another one")
+    decode.keep_trace(tmp_path / "other.json.gz", archive)
+    with tarfile.open(archive) as tar:
+        assert tar.getnames() == ["tiny_bf16_batch_2.json.gz", "other.json.gz"]
+        text = gzip.decompress(tar.extractfile("tiny_bf16_batch_2.json.gz").read())
+    assert "traceEvents" in json.loads(text)
+    monkeypatch.setattr(decode, "MOST_TRACE_BYTES", archive.stat().st_size)
+    decode.keep_trace(tmp_path / "other.json.gz", archive)
+    assert "there is no room for the trace other.json.gz" in capsys.readouterr().out
 
 
 def test_counters_are_read_from_the_profilers_table(capsys):
