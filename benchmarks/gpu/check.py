@@ -152,7 +152,7 @@ def say(journal: Journal, folder: Path, parts: Sequence[Part], *, dry: bool) -> 
     outcomes = list(journal.outcomes.values())
     gpu = gpu_of(outcomes)
     head = "A dry run: nothing was measured." if dry else f"GPU: {gpu or 'unknown'}"
-    figures, goals = tables.of_figures(outcomes, gpu), tables.of_goals(outcomes, gpu)
+    figures, goals = tables.of_figures(outcomes, gpu), tables.of_goals(outcomes, gpu, dry=dry)
     failures = tables.of_parts(outcomes)
     text = f"{head}\n\n{goals}\n\n{figures}\n\n{failures}\n"
     (folder / "table.md").write_text(text)

@@ -10,6 +10,8 @@ from goals import GOALS, Goal
 from journal import STAND_IN
 from running import Outcome
 
+ENDED = ("passed", "done before")  # as a part should
+
 
 def shown(value: float | str, unit: str = "") -> str:
     """A value as the tables show it."""
@@ -49,8 +51,12 @@ def of_figures(outcomes: Sequence[Outcome], gpu: str) -> str:
     return "\n".join(rows)
 
 
-def of_goals(outcomes: Sequence[Outcome], gpu: str) -> str:
-    """Each goal with what was measured: of several figures the one that is farthest from it."""
+def of_goals(outcomes: Sequence[Outcome], gpu: str, *, dry: bool = False) -> str:
+    """Each goal with what was measured: of several figures the one that is farthest from it.
+
+    Args:
+        dry: all of it was a stand-in, which has none of these figures.
+    """
     by_name = {outcome.name: outcome for outcome in outcomes}
     rows = ["| goal | bound | measured | |", "|---|---|---|---|"]
     for goal in GOALS:
@@ -59,7 +65,9 @@ def of_goals(outcomes: Sequence[Outcome], gpu: str) -> str:
         bound = f"{goal} on an {goal.gpu}" if goal.gpu else str(goal)
         found = [] if outcome is None else _matching(outcome, goal)
         if not found:
-            rows.append(f"| {name} | {bound} | not measured | {_cell(_why(outcome))} |")
+            ended = outcome is not None and outcome.status in ENDED
+            cells = (STAND_IN, "") if dry and ended else ("not measured", _cell(_why(outcome)))
+            rows.append(f"| {name} | {bound} | {cells[0]} | {cells[1]} |")
             continue
         numbers = [value for value in found if not isinstance(value, str)]
         worst = found[0]
@@ -76,7 +84,7 @@ def of_parts(outcomes: Sequence[Outcome]) -> str:
     """Which parts did not pass, why, and their last words."""
     told = []
     for outcome in outcomes:
-        if outcome.status in ("passed", "done before"):
+        if outcome.status in ENDED:
             continue
         told.append(f"{outcome.name}: {outcome.status}{f' ({outcome.why})' if outcome.why else ''}")
         told += [f"  {line}" for line in outcome.last_lines]
@@ -90,7 +98,7 @@ def _matching(outcome: Outcome, goal: Goal) -> list[float | str]:
 def _why(outcome: Outcome | None) -> str:
     if outcome is None:
         return "the part was not asked for"
-    if outcome.status in ("passed", "done before"):
+    if outcome.status in ENDED:
         return f"not among the figures of '{outcome.name}'"
     return f"{outcome.name}: {outcome.why or outcome.status}"
 
