@@ -30,7 +30,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from weft.core.config import EngineConfig
 from weft.core.errors import CheckpointError, ConfigError, UnsupportedModelError
-from weft.engine.info import collect_info
+from weft.engine.info import collect_info, format_info
 from weft.engine.model import find_model
 from weft.kernels import float8
 from weft.kernels.cpu.matrix import gather
@@ -94,7 +94,7 @@ def refereed(config: dict[str, Any], module: str, weight: Tensor) -> tuple[Any, 
         scales = 2.0 ** torch.floor(torch.log2(weight.unflatten(-1, (-1, 32)).abs().amax(-1)) - 2)
     stored = compressor.compress({"weight": weight, "weight_scale": scales}, scheme)
     plain = compressor.decompress(stored, scheme)["weight"].float()
-    assert (plain - weight).abs().max() < 0.1
+    assert 0 < (plain - weight).norm() < 0.2 * weight.norm()
     return {f"{module}.{key}": value for key, value in stored.items()}, plain
 
 
@@ -147,13 +147,16 @@ def test_a_cpu_computes_fp8_as_floats_and_says_so(original, tmp_path, caplog) ->
     expected = rewritten(original, tmp_path, FINE, fine)
     with caplog.at_level(logging.WARNING, logger="weft"):
         native = load(tmp_path, "cpu")
-    assert [m for m in caplog.messages if "fp8" in m and "computed as float32" in m]
+    told = [m for m in caplog.messages if "fp8" in m and "computed as float32" in m]
+    assert told[0].endswith("with quantize int8 they take less")
     down = native.layers[0].down
     assert down.format == "float32"
     assert torch.equal(gather(down, torch.arange(128)), expected["down_proj"])
     config = EngineConfig(model=str(tmp_path), dtype="float32")
-    kernel = collect_info(config)["kernels"]["linear"]["kernel"]
-    assert kernel == "cpu, float32 (stored as fp8 fp8, blocks of 128 x 128) weights"
+    info = collect_info(config)
+    assert "stored as fp8, blocks of 128 x 128, else float32, computed in" in format_info(info)
+    kernel = info["kernels"]["linear"]["kernel"]
+    assert kernel == "cpu, float32 (stored as fp8, blocks of 128 x 128) weights"
     facts = find_model(config).facts
     plain = weight_bytes(read_spec(original), "float32")
     assert facts.weight_bytes == plain
@@ -214,13 +217,13 @@ def mixture(tmp_path_factory) -> Path:
     return save(model, tmp_path_factory.mktemp("mixture"))
 
 
-def experts_of(folder: Path) -> dict[str, Tensor]:
+def experts_of(folder: Path, layers: int, experts: int) -> dict[str, Tensor]:
     """The weights of all experts of each layer, stacked, by the names of stacked tensors."""
     tensors, found = load_file(folder / SINGLE), {}
-    for number in range(3):
+    for number in range(layers):
         home = f"model.layers.{number}.mlp.experts"
         sides = {
-            side: torch.stack([tensors[f"{home}.{e}.{side}_proj.weight"] for e in range(6)])
+            side: torch.stack([tensors[f"{home}.{e}.{side}_proj.weight"] for e in range(experts)])
             for side in ("gate", "up", "down")
         }
         found[f"{home}.gate_up_proj"] = torch.cat((sides["gate"], sides["up"]), 1)
@@ -228,11 +231,18 @@ def experts_of(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def restacked(source: Path, folder: Path, config: dict[str, Any], store: Any) -> dict[str, Tensor]:
+def restacked(
+    source: Path,
+    folder: Path,
+    config: dict[str, Any],
+    store: Any,
+    layers: int = 3,
+    experts: int = 6,
+) -> dict[str, Tensor]:
     """Write a mixture with the experts of a layer as one tensor, stored as ``store`` says."""
     tensors = {k: v for k, v in load_file(source / SINGLE).items() if ".experts." not in k}
     expected = {}
-    for name, weight in experts_of(source).items():
+    for name, weight in experts_of(source, layers, experts).items():
         parts, expected[name] = store(weight)
         tensors |= {name + ending: value for ending, value in parts.items()}
     save_file({k: v.contiguous() for k, v in tensors.items()}, folder / SINGLE)

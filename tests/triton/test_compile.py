@@ -110,6 +110,18 @@ PRODUCTS = {
     ],
     80: ["gemm/fp8/8", "gemm/int8/64", "moe/bfloat16/8", "gated/fp8/8", "gated/bfloat16/64"],
 }
+CODED = {
+    90: [
+        "gemm/int4 by 128, zeros/8",
+        "gemm/e4m3 by 128/300",
+        "moe/mxfp4/8",
+        "gemm/int8 by 64/300",
+        "moe/int4 by 32/64",
+        "moe/e4m3 by 128/300",
+    ],
+    80: ["gemm/int4 by 32/300", "gemm/e4m3 by 128/64", "moe/int4 by row, zeros/64"],
+    86: ["gemm/int8 by 64/300", "moe/int4 by 128, zeros/300", "moe/mxfp4/64"],
+}
 
 
 @pytest.mark.parametrize(("capability", "products"), cases(PRODUCTS, {90: [0, 2, 4, 5, 6]}))
@@ -124,3 +136,16 @@ def test_products(capability: int, products: list[str]) -> None:
         if kernel.kernel in ("gemm", "gated_gemm", "_grouped"):
             assert uses_matrix_units(kernel), kernel
             assert kernel.wgmma == (capability == 90), kernel
+
+
+@pytest.mark.parametrize(("capability", "products"), cases(CODED, {90: [0, 1, 2]}))
+def test_products_with_codes(capability: int, products: list[str]) -> None:
+    built = compiled("launch_products.launch", capability, *products)
+    found = [kernel for kernel in built if kernel.kernel in ("coded_gemm", "grouped_codes")]
+    assert len({kernel.kernel for kernel in found}) == 2
+    for kernel in built:
+        assert kernel.shared_bytes <= SHARED[capability], kernel
+        assert kernel.spilled_bytes <= MOST_SPILLED, kernel
+    for kernel in found:
+        assert uses_matrix_units(kernel), kernel
+        assert kernel.wgmma == (capability == 90), kernel

@@ -102,7 +102,8 @@ def check_variants(lines: list[Any], most: int) -> None:
     found = defaultdict(list)
     for kernel, types, constants, facts, options in lines:
         found[kernel, str(types), str(constants), str(options)].append(facts)
-    assert {"gemm", "decode_kernel", "prefill_kernel", "_sample"} <= {key[0] for key in found}
+    assert {"gemm", "coded_gemm"} & {key[0] for key in found}
+    assert {"decode_kernel", "prefill_kernel", "_sample"} <= {key[0] for key in found}
     twice = {key: facts for key, facts in found.items() if len(facts) > 1}
     assert not twice
     assert len(found) <= most, Counter(key[0] for key in found)
@@ -120,6 +121,7 @@ SAMPLING = {"_process_logits": 1, "_largest": 1, "_sample": 1, "_verify_drafts":
 TORCH = 8  # tokens in flight, the hashes, the hidden states, and those that are sampled
 A_LAYER = {"_add_norm": 2, "_rotate": 1, "decode_kernel": 1, "merge_kernel": 1}
 FEW = {"gemm": 3, "gated_gemm": 1}
+CODED = {"coded_gemm": 4, "_act_mul": 1}
 IN_FP8 = {"_round_rows": 1, "_act_mul_round": 1}
 
 
@@ -128,6 +130,7 @@ IN_FP8 = {"_round_rows": 1, "_act_mul_round": 1}
     [
         ("none", {1: FEW, 64: FEW, 128: {"library": 4, "_act_mul": 1}}),
         ("fp8", {1: FEW, 64: {**FEW, "_round_rows": 1}, 512: {"library": 4, **IN_FP8}}),
+        ("int4", {1: {**CODED, "add_parts": 1}, 128: CODED}),
     ],
 )
 def test_a_decode_step_launches_what_it_has_to(quantize, steps):
@@ -138,5 +141,10 @@ def test_a_decode_step_launches_what_it_has_to(quantize, steps):
     for (rows, more), found in zip(steps.items(), lines[-len(steps) :], strict=True):
         head = "library" if rows > 64 else "gemm"
         layers = Counter({name: LAYERS * times for name, times in (A_LAYER | more).items()})
-        whole = layers + Counter(FORWARD | SAMPLING | {"torch": TORCH, "_add_norm": 1, head: 1})
+        whole = layers + Counter(FORWARD | SAMPLING | {"torch": TORCH, "_add_norm": 1})
+        if quantize == "int4":  # the head as well, to which the embedding is tied
+            whole += Counter({"coded_gemm": 1, "_gather": 1})
+            del whole["_embedding"]
+        else:
+            whole[head] += 1
         assert Counter(found) == whole, rows

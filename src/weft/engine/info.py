@@ -105,6 +105,7 @@ def _model_facts(config: EngineConfig, model: Model) -> dict[str, Any]:
         "vocabulary": spec.vocab_size,
         "positions": spec.max_position_embeddings,
         "stored_dtype": spec.dtype,
+        "stored_weights": None if spec.stored_weights is None else str(spec.stored_weights),
         "dtype": model.dtype,
         "eos_token_ids": list(model.eos_token_ids),
         "kv_groups": [
@@ -165,7 +166,7 @@ def format_info(info: dict[str, Any]) -> str:
         ),
         ("", f"{model['layers']} layers of {model['hidden_size']}: {groups}"),
         ("", f"vocabulary {model['vocabulary']}, end ids {model['eos_token_ids']}"),
-        ("", f"stored as {model['stored_dtype']}, computed in {model['dtype']}"),
+        ("", f"stored as {_stored_words(model)}, computed in {model['dtype']}"),
         ("tokenizer", model["tokenizer"]),
         ("weights", f"{format_bytes(memory['weight_bytes'])}{share}"),
         ("workspace", format_bytes(memory["workspace_bytes"])),
@@ -196,6 +197,11 @@ def format_info(info: dict[str, Any]) -> str:
         for index, (op, facts) in enumerate(info["kernels"].items())
     ]
     return "\n".join(f"{label:10} {text}" for label, text in rows)
+
+
+def _stored_words(model: dict[str, Any]) -> str:
+    coded = model["stored_weights"]
+    return f"{model['stored_dtype']}" if coded is None else f"{coded}, else {model['stored_dtype']}"
 
 
 def _group_words(group: dict[str, Any]) -> str:

@@ -106,8 +106,10 @@ def launch_by_rule(
             and steps >= 4 * splits
         ):
             splits *= 2
+    # One kernel serves up to 32 rows: more of them take longer to compile than they gain.
+    rows = bucket if experts else max(bucket, 32)
     launch = {
-        "BLOCK_M": min(bucket, 32 if wide or gated else 64 if experts else 128),
+        "BLOCK_M": min(rows, 32 if wide or gated else 64 if experts else 128),
         "BLOCK_N": 64,
         "BLOCK_K": WHOLE if not wide else max(32, form.inputs),
         "num_warps": 8 if bucket > (32 if experts else 64) and not gated else 4,

@@ -146,11 +146,15 @@ class Checkpoint:
             weights[parameter.name] = found
             if stored is not None and storage is None and kept != stored:
                 changed[str(stored)] = dtype if kept is None else str(kept)
+        integers = ops.computes(Storage(8, None))
         for was, becomes in changed.items():
             logger.warning(
-                "%s: weights that are stored as %s are computed as %s, which takes more memory",
-                self._folder, was, becomes,
-            )  # fmt: skip
+                "%s: weights that are stored as %s are computed as %s, which takes more memory%s",
+                self._folder,
+                was,
+                becomes,
+                "; with quantize int8 they take less" if becomes == dtype and integers else "",
+            )
         self._codes.tell()
         return weights
 

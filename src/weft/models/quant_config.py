@@ -75,10 +75,10 @@ class StoredWeights:
     def __str__(self) -> str:
         if self.method in MX_METHODS:
             return f"{self.method}, blocks of {self.group}"
+        name = "" if self.method == "fp8" else f"{self.method} "
         if self.block_rows:
-            return f"{self.method} fp8, blocks of {self.block_rows} x {self.group}"
+            return f"{name}fp8, blocks of {self.block_rows} x {self.group}"
         if self.is_float:
-            name = "" if self.method == "fp8" else f"{self.method} "
             return f"{name}fp8, a scale a {'weight' if self.one_scale else 'channel'}"
         grouped = "a scale a channel" if self.group is None else f"groups of {self.group}"
         return f"{self.method} int{self.bits}, {grouped}"
