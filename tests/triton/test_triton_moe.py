@@ -58,14 +58,14 @@ def test_sums_of_experts(kind, seed) -> None:
     assert error <= TOLERANCE[kind] * expected.abs().max()
 
 
-CODED = ["int4 by 32, zeros", "int8 by 64", "int4 by row, zeros", "mxfp4", "e4m3 by 64"]
+CODED = ["int4 by 32, zeros", "int4 by row, zeros", "mxfp4", "e4m3 by 64"]
 
 
 @pytest.mark.parametrize("kind", CODED)
 def test_sums_of_experts_in_codes(kind) -> None:
     """Outputs and inputs that end within tiles and groups; values begin in a tile of gates."""
     torch.manual_seed(4)
-    count, top_k, tokens, hidden, inner = 5, 2, 11, 200, 72
+    count, top_k, tokens, hidden, inner = 3, 2, 9, 150, 40
     gate_up, down = (
         drawn_weight(kind, (count, *sizes), Fixed(16, 32, 64, 1), torch.float32, name)
         for name, sizes in (
