@@ -13,6 +13,7 @@ from checkpoints import CASES, build, prompt, save
 from paged import PagedRunner
 from ranks import greedy, load, on_ranks, tokens_of_processes
 from test_models_quant import FORMATS, drawn, formula, rewritten
+from transformers import Qwen3MoeForCausalLM
 
 from depth import deep
 from weft.core.errors import ConfigError
@@ -276,6 +277,29 @@ def test_stored_integers_are_cut_between_groups(name, quantised, tmp_path) -> No
     )
     assert torch.equal(found[0], found[1])
     assert 0 < (found[0] - exact).norm() / exact.norm() < 0.05
+
+
+def test_stored_experts_are_cut_between_groups(tmp_path) -> None:
+    config = CASES["qwen3-moe"].config()
+    config.moe_intermediate_size, config.num_hidden_layers = 64, 1
+    model = Qwen3MoeForCausalLM(config).eval().requires_grad_(False)
+    source = save(model, tmp_path / "source")
+    pack, bits, group, settings = FORMATS["awq-32"]
+
+    def store(module: str, weight: torch.Tensor):
+        numbers = drawn(*weight.shape, bits, group)
+        return pack(module, *numbers, bits), formula(*numbers, group)
+
+    folder = tmp_path / "stored"
+    rewritten(source, folder, {**settings, "bits": bits, "group_size": group}, store)
+    whole = load(folder, ALONE, "reference").layers[0]
+    for rank in range(2):
+        part = load(folder, pretend(rank, 2)).layers[0]
+        columns = slice(32 * rank, 32 * (rank + 1))
+        found = gather(part.expert_down[5], torch.arange(64))
+        assert torch.equal(found, whole.expert_down[5][:, columns])
+    with pytest.raises(ConfigError, match=r"groups of 32 of 64 inputs\. Sizes that do: 1, 2"):
+        shard_spec(read_spec(folder), 4)
 
 
 def test_groups_that_do_not_divide_are_refused(quantised) -> None:

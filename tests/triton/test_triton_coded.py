@@ -9,6 +9,9 @@ from torch import Tensor
 from weights import Fixed
 
 from weft.kernels import float8
+from weft.kernels.cpu.matrix import CpuMatrix
+from weft.kernels.cpu.matrix import gather as cpu_rows
+from weft.kernels.storage import Storage
 from weft.kernels.triton import coded, matrix
 from weft.kernels.triton.coded_matrix import CodedMatrix
 from weft.kernels.tuning import Heuristic
@@ -88,6 +91,24 @@ def test_groups_of_activations_are_rounded_as_the_reference_does() -> None:
     assert torch.equal(codes.float(), truth.codes.float())
     torch.testing.assert_close(scales.T, truth.scales, rtol=1e-6, atol=0, equal_nan=True)
     assert scales.T.isnan().nonzero().tolist() == [[2, 1], [3, 3]]
+
+
+@pytest.mark.parametrize("storage", [Storage(4, 32), Storage(4, 128), Storage(8, None)])
+def test_floats_are_rounded_as_on_a_cpu(storage) -> None:
+    """``quantize`` gives the same codes; a tie of two scales may fall to either side."""
+    torch.manual_seed(5)
+    weight = torch.randn(70, 256) * torch.rand(70, 1)
+    weight[3], weight[4, :32] = 0.0, 0.0
+    native = CpuMatrix.quantised((70, 256), "float32", storage)
+    native.write(0, weight.cpu())
+    made = matrix.quantised(
+        "down", (70, 256), "float32", storage, device=weight.device, tuning=BY_RULE
+    )
+    made.write(0, weight)
+    truth, found = cpu_rows(native, torch.arange(70).cpu()), made.dequantize().cpu()
+    groups = (found - truth).abs().unflatten(1, (-1, storage.group or 256)).amax(-1)
+    assert (groups > 1e-6).float().mean() < 0.01
+    assert (found - truth).abs().max() < 0.2
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -220,6 +220,9 @@ def test_the_search_finds_what_costs_least() -> None:
         LaunchShape("gemm", "fp8 to bfloat16", (40, 64)),
         LaunchShape("moe_gate_up", "int8 weights in bfloat16", (3, 48, 32)),
         LaunchShape("moe_down", "bfloat16", (3, 32, 24)),
+        LaunchShape("gemm", "int4/32 in bfloat16", (40, 64)),
+        LaunchShape("gemm", "e4m3/64 to bfloat16", (40, 128)),
+        LaunchShape("moe_down", "e2m1/32 in bfloat16", (3, 32, 64)),
     ],
 )
 def test_products_are_measured_with_each_launch(shape, monkeypatch) -> None:

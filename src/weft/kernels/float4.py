@@ -53,6 +53,8 @@ class Float4:
             ValueError: the columns cut through a block.
         """
         low, high, _ = columns.indices(self.shape[1])
+        if self.shape[1] <= BLOCK:
+            return Float4(self.codes[rows, columns], self.scales[rows])
         if low % BLOCK or (high % BLOCK and high != self.shape[1]):
             raise ValueError(f"columns {low} to {high} cut through blocks of {BLOCK}")
         blocks = slice(low // BLOCK, -(-high // BLOCK))

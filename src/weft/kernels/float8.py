@@ -173,7 +173,7 @@ class Float8:
             ValueError: the inputs cut through a group.
         """
         scales = self.scales[rows]
-        if self.group is not None:
+        if self.group is not None and self.group < self.shape[1]:
             low, high, _ = columns.indices(self.shape[1])
             if low % self.group or (high % self.group and high != self.shape[1]):
                 raise ValueError(f"columns {low} to {high} cut through groups of {self.group}")

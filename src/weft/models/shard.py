@@ -71,7 +71,9 @@ def _problem(spec: ModelSpec, size: int) -> str | None:
             return f"it has {layer.num_kv_heads} KV heads"
         if has_mlp(spec, layer) and layer.intermediate_size % size:
             return f"its MLP is {layer.intermediate_size} wide"
-        inputs = (spec.num_heads * layer.head_dim, layer.intermediate_size)
+        inputs = [spec.num_heads * layer.head_dim]
+        inputs += [layer.intermediate_size] if has_mlp(spec, layer) else []
+        inputs += [spec.moe.intermediate_size] if layer.moe and spec.moe is not None else []
         group = spec.stored_weights.group if spec.stored_weights is not None else None
         for width in inputs:
             if group is not None and group < width and width // size % group:
