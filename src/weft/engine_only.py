@@ -83,6 +83,12 @@ async def _announce(card: asyncio.Future[str], listener: socket.socket) -> None:
     served = ServedModel.from_json(await asyncio.shield(card))
     address = format_address(listener.getsockname())
     notice(f"an engine with {served.name} for request planes at {address}")
-    for line in (served.threads, served.host_attention, served.kv_disk, served.scheduling):
+    for line in (
+        served.threads,
+        served.host_attention,
+        served.kv_disk,
+        served.halves,
+        served.scheduling,
+    ):
         if line:
             notice(line)

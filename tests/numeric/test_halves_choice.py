@@ -17,6 +17,7 @@ from weft.cost.fit import FEATURES, Fitted, ProfileKey
 from weft.cost.interference import Interference, Speeds
 from weft.engine import costs, halves, profiling
 from weft.engine.halves import choose_halves
+from weft.engine.info import collect_info, format_info
 from weft.engine.model import find_model, resolve_settings
 from weft.engine.profiling import profile_engine, profiled_config
 
@@ -119,6 +120,16 @@ def test_a_cpu_has_no_halves() -> None:
     assert choose_halves(config_of(), model) == halves.HalvesChoice()
     with pytest.raises(ConfigError, match="but the CPU computes here"):
         choose_halves(config_of(overlap="on"), model)
+
+
+def test_info_says_whether_steps_are_split(monkeypatch) -> None:
+    config = EngineConfig(device="cpu")
+    whole = collect_info(config)
+    assert whole["halves"] == ""
+    assert "halves" not in format_info(whole)
+    choice = halves.HalvesChoice("steps run in halves", (128,), None, halves.Halves((), 2, None))
+    monkeypatch.setattr("weft.engine.info.choose_halves", lambda *_: choice)
+    assert "halves     steps run in halves" in format_info(collect_info(config))
 
 
 def test_the_memory_of_halves_is_set_aside(monkeypatch) -> None:

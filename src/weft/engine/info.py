@@ -19,6 +19,7 @@ from weft.core.topology import this_machine
 from weft.cost.fit import profile_path
 from weft.engine.costs import describe_host_costs, measured_costs, profile_key
 from weft.engine.devices import device_name, free_memory, is_cpu
+from weft.engine.halves import choose_halves
 from weft.engine.host_tier import describe_host_attention
 from weft.engine.machine import cpu_name, usable_cores
 from weft.engine.model import Model, check_host_memory, describe_kernels, find_model
@@ -35,6 +36,9 @@ def collect_info(config: EngineConfig) -> dict[str, Any]:
         WeftError: settings or model are wrong; a model that does not fit is not an error here.
     """
     model = find_model(config)
+    halves = choose_halves(config, model)
+    if halves.rule is not None:
+        model = find_model(config, halves=True)
     return {
         "weft": __version__,
         "machine": {
@@ -56,6 +60,7 @@ def collect_info(config: EngineConfig) -> dict[str, Any]:
         "ranks": config.tensor_parallel,
         "kernels": describe_kernels(config, model),
         "scheduling": _scheduling_facts(config, model),
+        "halves": halves.why,
     }
 
 
@@ -190,6 +195,8 @@ def format_info(info: dict[str, Any]) -> str:
     scheduling = info["scheduling"]
     rows.append(("scheduling", f"{scheduling['policy']}: {scheduling['reason']}"))
     rows += [("", scheduling[line]) for line in ("problem", "host_costs") if scheduling.get(line)]
+    if info["halves"]:
+        rows.append(("halves", info["halves"]))
     alike = "are the same in any batch" if info["batch_invariant"] else "may differ by the batch"
     rows.append(("results", alike))
     rows += [

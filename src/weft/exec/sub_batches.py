@@ -72,13 +72,13 @@ def kinds_of(batch: SubBatch) -> tuple[list[int], list[int], list[int]]:
 
 def chosen(batch: SubBatch, indices: Seq[int]) -> SubBatch:
     """The sub-batch of some rows of another one."""
-    rows = tuple(batch.rows[i] for i in indices)
+    rows, tiers = tuple(batch.rows[i] for i in indices), batch.row_tiers
     return SubBatch(
         rows,
         tuple(batch.starts[i] for i in indices),
         tuple(batch.counts[i] for i in indices),
         tuple(batch.samples[i] for i in indices),
-        tuple(batch.row_tiers[i] for i in indices),
+        tuple(tiers[i] for i in indices),
         {row: batch.drafts[row] for row in rows if row in batch.drafts},
     )
 
