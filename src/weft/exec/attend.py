@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import TypeAlias
+from functools import partial
+from typing import TypeAlias, cast
 
 from weft.exec.store import KVStore
 from weft.kernels.arrays import Array
-from weft.kernels.interface import AttentionMetadata, FusedStack
+from weft.kernels.interface import AttentionMetadata, FusedStack, PaddedLane, PaddedStack
 from weft.models.decoder import Attend, Decoder
 
 Forward: TypeAlias = Callable[[Array, Array, Seq[AttentionMetadata]], Array]
+Lanes: TypeAlias = Callable[[Array, Array, Seq[AttentionMetadata]], PaddedLane]
 
 
 def bind_forward(decoder: Decoder, store: KVStore, *, padded: bool = False) -> Forward:
@@ -42,6 +44,41 @@ def forward_over(decoder: Decoder, store: KVStore, stack: FusedStack | None) -> 
         return decoder.forward(ids, positions, attend_over(decoder, store, groups))
 
     return forward
+
+
+def bind_lanes(decoder: Decoder, store: KVStore) -> Lanes:
+    """Return what puts padded batches on their way: ids [T], positions [T], and the metadata."""
+    stack = bind_stack(decoder, store, padded=True)
+    if stack is not None:
+        return cast("PaddedStack", stack).lane  # ``Fused.padded`` says that it has it
+    return partial(_DecoderLane, decoder, store)
+
+
+class _DecoderLane:
+    """A batch on its way through a model that does not run as one call."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        store: KVStore,
+        ids: Array,
+        positions: Array,
+        groups: Seq[AttentionMetadata],
+    ) -> None:
+        self._decoder, self._attend = decoder, attend_over(decoder, store, groups)
+        self._residual = decoder.embed(ids)  # [T, C]
+        self._inputs = decoder.layer_inputs(ids, self._residual)  # [L, T, P] or None
+        self._angles = decoder.angles(positions)
+
+    def enter(self, layer: int) -> Callable[[], Array]:
+        return partial(self._attend, layer, *self._decoder.pre(layer, self._residual, self._angles))
+
+    def leave(self, layer: int, attended: Array) -> None:
+        inputs = None if self._inputs is None else self._inputs[layer]
+        self._residual = self._decoder.post(layer, attended, self._residual, inputs)
+
+    def finish(self) -> Array:
+        return self._decoder.finish(self._residual)
 
 
 def attend_over(decoder: Decoder, store: KVStore, groups: Seq[AttentionMetadata]) -> Attend:

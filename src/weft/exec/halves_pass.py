@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from weft.exec.attend import attend_over
+from weft.exec.attend import bind_lanes
 from weft.exec.device import Branch, Device
 from weft.exec.overlap_pass import AwaitLayer, BatchTokens
 from weft.exec.store import KVStore
@@ -44,13 +43,16 @@ class HalvesPass:
     """See the module docstring.
 
     Attributes:
+        device, layers: what it runs on, and how many layers there are.
+        lanes: puts a half on its way.
         programs: as ``HalvesSetup`` has them; what is captured keeps those of its time.
     """
 
     def __init__(
         self, decoder: Decoder, store: KVStore, device: Device, setup: HalvesSetup
     ) -> None:
-        self.decoder, self.store, self.device = decoder, store, device
+        self.device, self.layers = device, decoder.spec.num_layers
+        self.lanes = bind_lanes(decoder, store)
         self.programs = setup.programs
 
     def run(
@@ -66,30 +68,23 @@ class HalvesPass:
         """
         del serial, wait
         halves = [_Half(self, batch) for batch in batches]
-        return torch.cat(run_overlapped(halves, self.decoder.spec.num_layers))
+        return torch.cat(run_overlapped(halves, self.layers))
 
 
 class _Half:
     """A half on its way through the layers, as ``sub_batches.Lane``."""
 
     def __init__(self, on: HalvesPass, batch: BatchTokens) -> None:
-        self._decoder, self._device = on.decoder, on.device
         groups = [replace(group, programs=on.programs) for group in batch.groups]
-        self._attend = attend_over(on.decoder, on.store, groups)
-        self._residual = on.decoder.embed(batch.ids)  # [N, C]
-        self._inputs = on.decoder.layer_inputs(batch.ids, self._residual)  # [L, N, P] or None
-        self._angles = on.decoder.angles(batch.positions)
+        self._lane, self._device = on.lanes(batch.ids, batch.positions, groups), on.device
         self._attended: Branch
 
     def enter(self, layer: int) -> None:
-        q, k, v = self._decoder.pre(layer, self._residual, self._angles)
-        self._attended = self._device.branch(partial(self._attend, layer, q, k, v))
+        self._attended = self._device.branch(self._lane.enter(layer))
 
     def leave(self, layer: int) -> None:
-        attended = self._attended.join()  # [N, H, D]
-        inputs = None if self._inputs is None else self._inputs[layer]
-        self._residual = self._decoder.post(layer, attended, self._residual, inputs)
+        self._lane.leave(layer, self._attended.join())
 
     def end(self) -> Tensor:
-        hidden: Tensor = self._decoder.finish(self._residual)
+        hidden: Tensor = self._lane.finish()
         return hidden

@@ -220,6 +220,30 @@ class FusedStack(Protocol):
     def run(self, ids: Array, positions: Array, groups: Sequence[AttentionMetadata]) -> Array: ...
 
 
+class PaddedLane(Protocol):
+    """A batch on its way through the layers of a stack, or of a model without one.
+
+    Attention stands apart, so that it can run beside what another batch does between its own.
+    """
+
+    def enter(self, layer: int) -> Callable[[], Array]:
+        """Compute what precedes attention; return what attends, and gives [T, H, D]."""
+
+    def leave(self, layer: int, attended: Array) -> None:
+        """Compute what follows attention."""
+
+    def finish(self) -> Array:
+        """Return the normalised hidden states [T, C], after all layers."""
+
+
+class PaddedStack(FusedStack, Protocol):
+    """A whole forward pass that can be captured; see ``triton.stack.TritonStack``."""
+
+    def lane(
+        self, ids: Array, positions: Array, groups: Sequence[AttentionMetadata]
+    ) -> PaddedLane: ...
+
+
 @dataclass(frozen=True)
 class Fused:
     """Fused calls: layers as few calls, and the whole model as one.
@@ -230,7 +254,7 @@ class Fused:
         described: a readable description of how a model runs if all its layers are bound.
         every_layer: also layers that read another one's KV and those with the extras of Gemma 4
             are bound.
-        padded: ``stack`` takes batches with padding and ragged tables.
+        padded: ``stack`` takes batches with padding and ragged tables; it is a ``PaddedStack``.
     """
 
     layer: Callable[[LayerParts], FusedLayer]

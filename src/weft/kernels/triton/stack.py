@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -91,18 +91,67 @@ class TritonStack:
         Raises:
             ValueError: shapes or dtypes do not fit.
         """
+        lane = self.lane(ids, positions, groups)
+        for layer in range(len(self._layers)):
+            lane.leave(layer, lane.enter(layer)())
+        return lane.finish()
+
+    def lane(
+        self, ids: Tensor, positions: Tensor, groups: Sequence[AttentionMetadata]
+    ) -> TritonLane:
+        """Return the batch of ``run`` before its first layer; see ``PaddedLane``."""
         embedded = embedding(ids, self._table)
         total = Sum(embedded if self._scale == 1.0 else embedded * self._scale)
         turns = [angles(positions, frequencies, scale) for frequencies, scale in self._ropes]
-        for at in self._layers:
-            batch = groups[at.group]
-            places = Places(at.keys, at.values, batch.slot_mapping, batch.block_size)
-            q, residual = at.layer.begin(total, *turns[at.rope], places)
-            attended = self._attention(
-                q, None, None, at.keys, at.values, batch,
-                scale=at.scale, window=at.window, softcap=at.softcap,
-            )  # fmt: skip
-            total = at.layer.end(attended, residual)
+        return TritonLane(self, total, turns, groups)
+
+    def enter(
+        self,
+        layer: int,
+        total: Sum,
+        turns: Sequence[tuple[Tensor, Tensor]],
+        groups: Sequence[AttentionMetadata],
+    ) -> tuple[Callable[[], Tensor], Tensor]:
+        """Compute what precedes attention; return what attends, and the residual [T, C]."""
+        at = self._layers[layer]
+        batch = groups[at.group]
+        places = Places(at.keys, at.values, batch.slot_mapping, batch.block_size)
+        q, residual = at.layer.begin(total, *turns[at.rope], places)
+        attend = partial(
+            self._attention, q, None, None, at.keys, at.values, batch,
+            scale=at.scale, window=at.window, softcap=at.softcap,
+        )  # fmt: skip
+        return attend, residual
+
+    def leave(self, layer: int, attended: Tensor, residual: Tensor) -> Sum:
+        """Compute what follows attention, but for the last sum."""
+        return self._layers[layer].layer.end(attended, residual)
+
+    def finish(self, total: Sum) -> Tensor:
+        """Return the final norm [T, C]."""
         hidden, _ = add_up(total, self._norm, self._kind, None)
         assert isinstance(hidden, Tensor)
         return hidden
+
+
+class TritonLane:
+    """A batch on its way through the layers of a stack; implements ``PaddedLane``."""
+
+    def __init__(
+        self,
+        stack: TritonStack,
+        total: Sum,
+        turns: Sequence[tuple[Tensor, Tensor]],
+        groups: Sequence[AttentionMetadata],
+    ) -> None:
+        self._stack, self._total, self._turns, self._groups = stack, total, turns, groups
+
+    def enter(self, layer: int) -> Callable[[], Tensor]:
+        attend, self._residual = self._stack.enter(layer, self._total, self._turns, self._groups)
+        return attend
+
+    def leave(self, layer: int, attended: Tensor) -> None:
+        self._total = self._stack.leave(layer, attended, self._residual)
+
+    def finish(self) -> Tensor:
+        return self._stack.finish(self._total)
