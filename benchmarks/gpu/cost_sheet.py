@@ -59,6 +59,7 @@ from weft.models.spec import ModelSpec  # noqa: E402
 
 WHERE = torch.device("cpu")  # or torch wants a driver for what it makes of numbers
 BLOCK = 16
+QUANTIZE = ("none", "fp8", "fp8-head", "int8", "int4")
 
 # Of each kernel the arguments that it reads and those that it writes, each once. ``*``: what it
 # takes of the argument depends on numbers; ``Counter`` has how much.
@@ -73,6 +74,7 @@ ROLES = {
     "_act_mul_round": ("gate_up", "out scales"),
     "_round_rows": ("x", "codes scales"),
     "_embedding": ("ids table*", "out"),
+    "_enter": ("ids in_flight* table* weight", "total out scales"),
     "_angles": ("positions frequencies", "cos sin"),
     "decode_kernel": ("q keys* values* tables* seq_lens", "partial_sums* partial_stats*"),
     "merge_kernel": ("partial_sums* partial_stats* seq_lens", "out"),
@@ -148,8 +150,8 @@ class Counter:
             return size_of(tensor)
         batch, context = self._case.batch, self._case.context
         match kernel:
-            case "_embedding":
-                return batch * tensor.shape[1] * tensor.itemsize
+            case "_embedding" | "_enter":
+                return batch * tensor[:1].numel() * tensor.itemsize
             case "_rotate":
                 return batch * given["KV_HEADS"] * tensor.shape[-1] * tensor.itemsize
             case "_grouped":
@@ -283,7 +285,7 @@ def printed(case: Case, lines: dict[str, Line]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="qwen2.5-7b", help=f"one of: {', '.join(CONFIGS)}")
-    parser.add_argument("--quantize", default="fp8", choices=("none", "fp8", "int8", "int4"))
+    parser.add_argument("--quantize", default="fp8", choices=QUANTIZE)
     parser.add_argument("--kv-dtype", default="bfloat16", choices=("bfloat16", "int8", "fp8"))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 64, 128, 512])
     parser.add_argument("--context", type=int, default=272, help="tokens that each row knows")

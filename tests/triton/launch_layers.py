@@ -17,12 +17,14 @@ from weft.kernels.triton import (
     lanes,
     norm,
     process_logits,
+    prologue,
     rope,
     route,
     sample,
 )
 from weft.kernels.triton.gemm import Parts
-from weft.kernels.tuning import MOST_SPLITS
+from weft.kernels.triton.matrix import TritonMatrix
+from weft.kernels.tuning import MOST_SPLITS, Heuristic
 
 TOKENS, HIDDEN, HEADS, KV_HEADS, DIM, BLOCK = 8, 3584, 28, 4, 128, 16
 VOCABULARY = 152_064
@@ -46,7 +48,12 @@ def launch_rows(dtype: torch.dtype) -> None:
     norm.rms_norm(x, weight, 1e-6, False)
     for scores in (torch.empty(TOKENS, 128, dtype=dtype), split(128, dtype)):
         route.route(scores, 8, True)
-    embedding.embedding(torch.zeros(TOKENS, dtype=torch.int64), x)
+    ids = torch.zeros(TOKENS, dtype=torch.int64)
+    embedding.embedding(ids, x)
+    codes = torch.empty(TOKENS, HIDDEN, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    head = TritonMatrix(codes, torch.empty(TOKENS), dtype, Heuristic(132, 99 * 1024))
+    for table, inputs in ((x, "float"), (x, "token"), (head, "token")):
+        prologue.enter(ids, ids, table, 8.0, weight, kind, inputs)
     activation.softcap(torch.empty(TOKENS, HIDDEN), 30.0)
     for inputs in ("float", "token"):
         for product in (x, split(HIDDEN, dtype)):

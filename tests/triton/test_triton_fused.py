@@ -14,13 +14,15 @@ from weft.kernels import float8, kv_storage, reference
 from weft.kernels.arrays import dtype_name
 from weft.kernels.float8 import E4M3, Rounded
 from weft.kernels.parts import Biases, LayerParts, LayerShape, Norms
+from weft.kernels.reference import known_ids
 from weft.kernels.storage import Storage
 from weft.kernels.triton.activation import ACTIVATIONS, act_mul_for
 from weft.kernels.triton.fp8 import round_rows
 from weft.kernels.triton.gemm import Parts
 from weft.kernels.triton.layer import Sum, TritonLayer, add_up
-from weft.kernels.triton.matrix import linear, pack, product, quantised
+from weft.kernels.triton.matrix import embedding, linear, pack, product, quantised
 from weft.kernels.triton.norm import NormKind, add, add_norm, norm
+from weft.kernels.triton.prologue import enter
 from weft.kernels.triton.rope import HeadNorm, Places, rotate
 from weft.kernels.triton.route import route
 from weft.kernels.triton.tuned import rule
@@ -169,6 +171,38 @@ def test_parts_of_a_product_are_read_as_their_sum(kind, splits) -> None:
         assert torch.equal(one, same)
 
 
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "fp8", "int8"])
+@pytest.mark.parametrize("inputs", ["float", "token"])
+def test_what_precedes_the_layers(kind, inputs) -> None:
+    """Tokens in flight, ids that the table lacks, and each way in which a table is stored."""
+    torch.manual_seed(5)
+    table = make(kind, torch.randn(9, 70), Fixed(16, 16, 32, 1), "lm_head")
+    rows = table if table.scales is not None else table.values
+    weight = torch.randn(70).to(table.dtype)
+    in_flight = torch.tensor([7, 3, 5])
+    ids, known = torch.tensor([4, -1, -3, 12, 0]), torch.tensor([4, 7, 5, 12, 0])
+    assert torch.equal(known_ids(ids, in_flight), known)
+    for factor in (1.0, 8.375):
+        truth = embedding(known, rows) * factor
+        for given, flying in ((ids, in_flight), (known, None)):
+            found, total = enter(given, flying, rows, factor, weight, KIND, inputs)
+            assert total.dtype == truth.dtype
+            room = 1e-6 if kind == "float32" else 2.0**-6  # both factors are rounded, or cut off
+            assert ((total - truth).abs() <= room * truth.abs()).all()
+            assert (total[3] == 0).all()
+            expected = norm(total, weight, KIND, inputs)
+            if isinstance(found, Rounded):
+                assert isinstance(expected, Rounded)
+                assert torch.equal(found.codes.float(), expected.codes.float())
+                found, expected = found.scales, expected.scales
+            assert torch.equal(found, expected)
+    place = torch.empty(7, 70, dtype=table.dtype)[1:6]
+    assert norm(total, weight, KIND, out=place) is place
+    assert torch.equal(place, norm(total, weight, KIND))
+    with pytest.raises(ValueError, match="does not fit a table"):
+        enter(ids, in_flight, rows, 1.0, weight[:69], KIND)
+
+
 class Weights:
     """Random weights of one layer, with or without each of its optional parts."""
 
@@ -269,8 +303,9 @@ def test_fuzzed_layers(dtype, storage) -> None:
             assert gap <= tolerance * max(1.0, expected.float().abs().max())
         caches = torch.zeros(2, tokens, shape.kv_heads, 8, shape.head_dim, dtype=dtype)
         places = Places(*caches, 8 * torch.arange(tokens), 8)
-        q, same = layer.begin(Sum(residual), cos, sin, places)
+        x, same = layer.normed(Sum(residual))
         assert same is residual
+        q = layer.begin(x, cos, sin, places)
         keys, values = qkv[:, shape.heads :].split(shape.kv_heads, dim=1)
         assert torch.equal(q, qkv[:, : shape.heads])
         assert torch.equal(caches[0, :, :, 0], keys)

@@ -13,6 +13,7 @@ from weft.kernels.interface import AttentionMetadata, FusedStack, PaddedLane, Pa
 from weft.models.decoder import Attend, Decoder
 
 Forward: TypeAlias = Callable[[Array, Array, Seq[AttentionMetadata]], Array]
+PaddedForward: TypeAlias = Callable[[Array, Array, Seq[AttentionMetadata], Array, Array], None]
 Lanes: TypeAlias = Callable[[Array, Array, Seq[AttentionMetadata]], PaddedLane]
 
 
@@ -42,6 +43,27 @@ def forward_over(decoder: Decoder, store: KVStore, stack: FusedStack | None) -> 
 
     def forward(ids: Array, positions: Array, groups: Seq[AttentionMetadata]) -> Array:
         return decoder.forward(ids, positions, attend_over(decoder, store, groups))
+
+    return forward
+
+
+def bind_padded(decoder: Decoder, store: KVStore) -> PaddedForward:
+    """Return the forward pass of steps that can be captured, which writes the hidden states.
+
+    It takes ids [T], positions [T], the metadata of each KV group, tokens in flight [R], for number
+    i of which the id -1 - i stands, and where [T, C] the normalised hidden states are written.
+    """
+    from weft.kernels.reference import known_ids
+
+    stack = bind_stack(decoder, store, padded=True)
+    if stack is not None:
+        return cast("PaddedStack", stack).run_into  # ``Fused.padded`` says that it has it
+
+    def forward(
+        ids: Array, positions: Array, groups: Seq[AttentionMetadata], in_flight: Array, out: Array
+    ) -> None:
+        attend = attend_over(decoder, store, groups)
+        out.copy_(decoder.forward(known_ids(ids, in_flight), positions, attend))
 
     return forward
 

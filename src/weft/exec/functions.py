@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from weft.exec.attend import bind_forward
+from weft.exec.attend import bind_padded
 from weft.exec.device import Device
 from weft.exec.halves_pass import HalvesPass, HalvesSetup
 from weft.exec.host_prompts import PromptPiece
@@ -20,6 +20,7 @@ from weft.exec.step_packer import StepPacker
 from weft.exec.store import KVStore
 from weft.kernels.advance import LeaseBounds, StepBuffer
 from weft.kernels.interface import AttentionMetadata
+from weft.kernels.reference import known_ids
 from weft.kernels.sampling import RowState, SampleBatch
 from weft.models.decoder import Decoder
 
@@ -55,7 +56,7 @@ class StepFunctions:
                 attention, or not at all.
         """
         self._decoder = decoder
-        self._compute = bind_forward(decoder, store, padded=True)
+        self._compute = bind_padded(decoder, store)
         self._block_size = store.block_size
         self._packer = packer
         self._state = state
@@ -100,14 +101,15 @@ class StepFunctions:
         pivot = self._packer.layout.pivot
         parts = layout.views(self.uploaded, pivot)
         tables = self.uploaded[pivot + layout.words :]
-        ids = self._known(parts["ids"])
+        ids, positions = parts["ids"], parts["positions"]
         groups = self._groups(parts, tables, layout.size, max_query_len)
         self.results[0].copy_(self._packer.layout.hashes(self.uploaded))
         if not carries:
-            self.hidden[: layout.size].copy_(self._compute(ids, parts["positions"], groups))
+            hidden = self.hidden[: layout.size]
+            self._compute(ids, positions, groups, self._state.last_token, hidden)
             return
         told = self._told()
-        hidden = self._lane_pass.run(told, ids, parts["positions"], groups)
+        hidden = self._lane_pass.run(told, self._known(ids), positions, groups)
         self.hidden[: layout.size].copy_(hidden[: layout.size])
         self.hidden[self._packer.max_tokens :].copy_(hidden[layout.size :])
 
@@ -150,8 +152,7 @@ class StepFunctions:
 
     def _known(self, ids: Tensor) -> Tensor:
         """The tokens [T] of a buffer, those in flight among them."""
-        in_flight = self._state.last_token[(-1 - ids).clamp_(min=0)]
-        return torch.where(ids < 0, in_flight, ids)
+        return known_ids(ids, self._state.last_token)
 
     def _groups(
         self,

@@ -243,6 +243,15 @@ class PaddedStack(FusedStack, Protocol):
         self, ids: Array, positions: Array, groups: Sequence[AttentionMetadata]
     ) -> PaddedLane: ...
 
+    def run_into(
+        self,
+        ids: Array,
+        positions: Array,
+        groups: Sequence[AttentionMetadata],
+        in_flight: Array,
+        out: Array,
+    ) -> None: ...
+
 
 @dataclass(frozen=True)
 class Fused:

@@ -51,6 +51,11 @@ def angles(positions: Tensor, frequencies: Tensor, scale: float) -> tuple[Tensor
     return turns.cos() * scale, turns.sin() * scale
 
 
+def known_ids(ids: Tensor, in_flight: Tensor) -> Tensor:
+    """Return ids [T] int64, of which -1 - i stands for number i of ``in_flight`` [R] int64."""
+    return torch.where(ids < 0, in_flight[(-1 - ids).clamp_(min=0)], ids)
+
+
 def activate(x: Tensor, activation: str) -> Tensor:
     """Apply ``silu`` or ``gelu_tanh`` in float32, handing back the dtype of ``x``."""
     if activation == "silu":

@@ -15,6 +15,7 @@ from weft.kernels.triton.gemm import Parts
 from weft.kernels.triton.matrix import TritonMatrix, not_by_gemm, product
 from weft.kernels.triton.moe import moe
 from weft.kernels.triton.norm import NormKind, add, add_norm, norm
+from weft.kernels.triton.prologue import enter
 from weft.kernels.triton.rope import HeadNorm, Places, rotate
 from weft.kernels.triton.route import route
 
@@ -100,11 +101,21 @@ class TritonLayer:
         assert total.more is not None
         return add(total.more, total.base, total.post, self._kind)
 
-    def begin(self, total: Sum, cos: Tensor, sin: Tensor, places: Places) -> tuple[Tensor, Tensor]:
-        """Return the queries [T, H, D] and the residual [T, C]; keys and values are written."""
-        x, residual = add_up(total, self._norms.input_norm, self._kind, self._qkv)
+    def enter(
+        self, ids: Tensor, in_flight: Tensor | None, table: Tensor | TritonMatrix, factor: float
+    ) -> tuple[Tensor | Rounded, Tensor]:
+        """``normed`` of the embeddings of ids [T] times a factor; see ``prologue.enter``."""
+        norm_weight = self._norms.input_norm
+        return enter(ids, in_flight, table, factor, norm_weight, self._kind, self._qkv.inputs)
+
+    def normed(self, total: Sum) -> tuple[Tensor | Rounded, Tensor]:
+        """Return what ``begin`` takes, and the residual [T, C]."""
+        return add_up(total, self._norms.input_norm, self._kind, self._qkv)
+
+    def begin(self, x: Tensor | Rounded, cos: Tensor, sin: Tensor, places: Places) -> Tensor:
+        """Return the queries [T, H, D] of normalised x [T, C]; keys and values are written."""
         qkv = product(x, self._qkv, self._biases.qkv_bias)
-        return self._rotated(qkv, cos, sin, places), residual
+        return self._rotated(qkv, cos, sin, places)
 
     def end(self, attended: Tensor, residual: Tensor) -> Sum:
         """``post`` but for its last sum."""
@@ -151,10 +162,18 @@ class TritonLayer:
 
 
 def add_up(
-    total: Sum, weight: Tensor, kind: NormKind, matrix: Matrix | None
+    total: Sum,
+    weight: Tensor,
+    kind: NormKind,
+    matrix: Matrix | None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor | Rounded, Tensor]:
-    """Return the norm of a sum, as ``matrix`` takes it, and the sum [T, C]."""
+    """Return the norm of a sum, as ``matrix`` takes it, and the sum [T, C].
+
+    Args:
+        out: as of ``norm.add_norm``.
+    """
     inputs = "float" if matrix is None else matrix.inputs
     if total.more is None:
-        return norm(total.base, weight, kind, inputs), total.base
-    return add_norm(total.more, total.base, total.post, weight, kind, inputs)
+        return norm(total.base, weight, kind, inputs, out), total.base
+    return add_norm(total.more, total.base, total.post, weight, kind, inputs, out)

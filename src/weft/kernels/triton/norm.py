@@ -75,6 +75,23 @@ def _factor(weight, column, mask, PLUS_ONE: tl.constexpr):
     return 1.0 + factor if PLUS_ONE else factor
 
 
+@triton.jit
+def normalise(
+    y, weight, static, out, scales, row, column, mask, eps,
+    D: tl.constexpr, ROUND: tl.constexpr, STATIC: tl.constexpr, PLUS_ONE: tl.constexpr,
+    TYPE: tl.constexpr,
+):  # fmt: skip
+    """Store the norm of a row y [BLOCK] in float32; ROUND: of what a norm in TYPE hands on."""
+    y *= tl.rsqrt(tl.sum(y * y, axis=0) / D + eps) * _factor(weight, column, mask, PLUS_ONE)
+    if ROUND:
+        y = y.to(TYPE).to(tl.float32)
+        wrong = tl.max((mask & ((y - y) != 0.0)).to(tl.int32), axis=0)
+        scale, factor = row_scale(tl.max(tl.abs(y), axis=0), wrong == 0, static, STATIC)
+        tl.store(scales + row, scale)
+        y = to_e4m3(tl.where(wrong == 0, y * factor, 0.0))
+    tl.store(out + row * D + column, y.to(out.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _add_norm(
     x, row_scale_of_x, scale_of_x, bias_of_x, residual, post, weight, static, total, out, scales,
@@ -102,15 +119,10 @@ def _add_norm(
         tl.store(total + row * D + column, stored, mask=mask)
         y = stored.to(tl.float32)
     if NORM:
-        y *= tl.rsqrt(tl.sum(y * y, axis=0) / D + eps) * _factor(weight, column, mask, PLUS_ONE)
-        if ROUND:
-            # From the type that a norm by itself hands on.
-            y = y.to(total.dtype.element_ty).to(tl.float32)
-            wrong = tl.max((mask & ((y - y) != 0.0)).to(tl.int32), axis=0)
-            scale, factor = row_scale(tl.max(tl.abs(y), axis=0), wrong == 0, static, STATIC)
-            tl.store(scales + row, scale)
-            y = to_e4m3(tl.where(wrong == 0, y * factor, 0.0))
-        tl.store(out + row * D + column, y.to(out.dtype.element_ty), mask=mask)
+        normalise(
+            y, weight, static, out, scales, row, column, mask, eps,
+            D, ROUND, STATIC, PLUS_ONE, total.dtype.element_ty,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -122,14 +134,19 @@ class NormKind:
 
 
 def norm(
-    x: Tensor, weight: Tensor, kind: NormKind, inputs: str | Tensor = "float"
+    x: Tensor,
+    weight: Tensor,
+    kind: NormKind,
+    inputs: str | Tensor = "float",
+    out: Tensor | None = None,
 ) -> Tensor | Rounded:
     """Return the norm of x [T, D] as a product takes it.
 
     Args:
         inputs: how; see ``float8.Float8``.
+        out: as of ``add_norm``.
     """
-    return _launch(x, None, None, weight, kind, inputs)[0]
+    return _launch(x, None, None, weight, kind, inputs, out)[0]
 
 
 def add(x: Tensor | Parts, residual: Tensor, post: Tensor | None, kind: NormKind) -> Tensor:
@@ -144,9 +161,22 @@ def add_norm(
     weight: Tensor,
     kind: NormKind,
     inputs: str | Tensor = "float",
+    out: Tensor | None = None,
 ) -> tuple[Tensor | Rounded, Tensor]:
-    """Return ``norm(total)`` and ``total = add(x, residual)``, all [T, D], in one pass."""
-    return _launch(x, residual, post, weight, kind, inputs)
+    """Return ``norm(total)`` and ``total = add(x, residual)``, all [T, D], in one pass.
+
+    Args:
+        out: where the norm is written, contiguous, if it is not rounded.
+    """
+    return _launch(x, residual, post, weight, kind, inputs, out)
+
+
+def for_norm(total: Tensor, inputs: str | Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return what ``normalise`` writes of rows [T, D]: norms or codes, and the scales of these."""
+    if isinstance(inputs, str) and inputs == "float":
+        return torch.empty_like(total, memory_format=torch.contiguous_format), None
+    codes = torch.empty(total.shape, dtype=codes_dtype(total.device), device=total.device)
+    return codes, torch.empty(len(total), dtype=torch.float32, device=total.device)
 
 
 def _launch(
@@ -156,6 +186,7 @@ def _launch(
     weight: Tensor | None,
     kind: NormKind,
     inputs: str | Tensor,
+    out: Tensor | None = None,
 ) -> tuple[Tensor | Rounded, Tensor]:
     rows, size = x.shape
     for name, part in (("post norm", post), ("norm", weight)):
@@ -163,8 +194,6 @@ def _launch(
             raise ValueError(f"{name} {list(part.shape)} does not fit {list(x.shape)}")
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise ValueError(f"residual {list(residual.shape)} does not fit {list(x.shape)}")
-    rounded = not (isinstance(inputs, str) and inputs == "float")
-    dtype = codes_dtype(x.device) if rounded else x.dtype
     x = last_contiguous(x) if isinstance(x, Tensor) else x
     residual = None if residual is None else last_contiguous(residual)
     if residual is None:
@@ -172,8 +201,8 @@ def _launch(
         total = x
     else:
         total = torch.empty((rows, size), dtype=x.dtype, device=x.device)
-    out = total if weight is None else torch.empty((rows, size), dtype=dtype, device=x.device)
-    scales = torch.empty(rows, dtype=torch.float32, device=x.device) if rounded else None
+    made, scales = for_norm(total, inputs)
+    out = total if weight is None else made if out is None else out
     if rows:
         block = power_of_2(size)
         numbers, factors, constants = as_read(x)
@@ -182,7 +211,7 @@ def _launch(
             inputs if isinstance(inputs, Tensor) else None, total, out, scales, rows,
             numbers.stride(-2), 0 if residual is None else residual.stride(0), kind.eps,
             **constants, D=size, BLOCK=block, POST=post is not None, ADD=residual is not None,
-            NORM=weight is not None, ROUND=rounded, STATIC=isinstance(inputs, Tensor),
+            NORM=weight is not None, ROUND=scales is not None, STATIC=isinstance(inputs, Tensor),
             PLUS_ONE=kind.plus_one, num_warps=warps(block), num_stages=1,
         )  # fmt: skip
     return (out if scales is None else Rounded(out, scales)), total

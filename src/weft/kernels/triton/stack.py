@@ -9,12 +9,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from weft.kernels.float8 import Rounded
 from weft.kernels.interface import AttentionMetadata
 from weft.kernels.parts import StackParts
+from weft.kernels.reference import known_ids
 from weft.kernels.triton.attention import paged_attention
 from weft.kernels.triton.layer import Sum, TritonLayer, add_up
 from weft.kernels.triton.matrix import embedding
 from weft.kernels.triton.norm import NormKind
+from weft.kernels.triton.prologue import enters
 from weft.kernels.triton.rope import Places, angles
 from weft.kernels.tuning import Tuning
 
@@ -91,47 +94,83 @@ class TritonStack:
         Raises:
             ValueError: shapes or dtypes do not fit.
         """
-        lane = self.lane(ids, positions, groups)
+        return self._run(self.lane(ids, positions, groups), None)
+
+    def run_into(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        groups: Sequence[AttentionMetadata],
+        in_flight: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Write what ``run`` returns into ``out`` [T, C], contiguous.
+
+        Args:
+            ids: -1 - i stands for number i of ``in_flight`` [R] int64.
+        """
+        self._run(self._lane(ids, positions, groups, in_flight), out)
+
+    def _run(self, lane: TritonLane, out: Tensor | None) -> Tensor:
         for layer in range(len(self._layers)):
             lane.leave(layer, lane.enter(layer)())
-        return lane.finish()
+        return lane.finish(out)
 
     def lane(
         self, ids: Tensor, positions: Tensor, groups: Sequence[AttentionMetadata]
     ) -> TritonLane:
         """Return the batch of ``run`` before its first layer; see ``PaddedLane``."""
-        embedded = embedding(ids, self._table)
-        total = Sum(embedded if self._scale == 1.0 else embedded * self._scale)
+        return self._lane(ids, positions, groups, None)
+
+    def _lane(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        groups: Sequence[AttentionMetadata],
+        in_flight: Tensor | None,
+    ) -> TritonLane:
+        entered = self._entered(ids.contiguous(), in_flight)
         turns = [angles(positions, frequencies, scale) for frequencies, scale in self._ropes]
-        return TritonLane(self, total, turns, groups)
+        return TritonLane(self, entered, turns, groups)
 
     def enter(
         self,
         layer: int,
-        total: Sum,
+        x: Tensor | Rounded,
         turns: Sequence[tuple[Tensor, Tensor]],
         groups: Sequence[AttentionMetadata],
-    ) -> tuple[Callable[[], Tensor], Tensor]:
-        """Compute what precedes attention; return what attends, and the residual [T, C]."""
+    ) -> Callable[[], Tensor]:
+        """Compute what precedes attention, of normalised x [T, C]; return what attends."""
         at = self._layers[layer]
         batch = groups[at.group]
         places = Places(at.keys, at.values, batch.slot_mapping, batch.block_size)
-        q, residual = at.layer.begin(total, *turns[at.rope], places)
-        attend = partial(
+        q = at.layer.begin(x, *turns[at.rope], places)
+        return partial(
             self._attention, q, None, None, at.keys, at.values, batch,
             scale=at.scale, window=at.window, softcap=at.softcap,
         )  # fmt: skip
-        return attend, residual
+
+    def normed(self, layer: int, total: Sum) -> tuple[Tensor | Rounded, Tensor]:
+        """Return what ``enter`` takes, and the residual [T, C]."""
+        return self._layers[layer].layer.normed(total)
 
     def leave(self, layer: int, attended: Tensor, residual: Tensor) -> Sum:
         """Compute what follows attention, but for the last sum."""
         return self._layers[layer].layer.end(attended, residual)
 
-    def finish(self, total: Sum) -> Tensor:
-        """Return the final norm [T, C]."""
-        hidden, _ = add_up(total, self._norm, self._kind, None)
+    def finish(self, total: Sum, out: Tensor | None) -> Tensor:
+        """Return the final norm [T, C], written into ``out`` if that is given."""
+        hidden, _ = add_up(total, self._norm, self._kind, None, out)
         assert isinstance(hidden, Tensor)
         return hidden
+
+    def _entered(self, ids: Tensor, in_flight: Tensor | None) -> tuple[Tensor | Rounded, Tensor]:
+        """The norm of the embeddings as the first layer takes it, and these."""
+        first = self._layers[0].layer
+        if enters(self._table):
+            return first.enter(ids, in_flight, self._table, self._scale)
+        embedded = embedding(ids if in_flight is None else known_ids(ids, in_flight), self._table)
+        return first.normed(Sum(embedded if self._scale == 1.0 else embedded * self._scale))
 
 
 class TritonLane:
@@ -140,18 +179,19 @@ class TritonLane:
     def __init__(
         self,
         stack: TritonStack,
-        total: Sum,
+        entered: tuple[Tensor | Rounded, Tensor],
         turns: Sequence[tuple[Tensor, Tensor]],
         groups: Sequence[AttentionMetadata],
     ) -> None:
-        self._stack, self._total, self._turns, self._groups = stack, total, turns, groups
+        self._stack, self._entered, self._turns, self._groups = stack, entered, turns, groups
+        self._total: Sum
 
     def enter(self, layer: int) -> Callable[[], Tensor]:
-        attend, self._residual = self._stack.enter(layer, self._total, self._turns, self._groups)
-        return attend
+        x, self._residual = self._entered if layer == 0 else self._stack.normed(layer, self._total)
+        return self._stack.enter(layer, x, self._turns, self._groups)
 
     def leave(self, layer: int, attended: Tensor) -> None:
         self._total = self._stack.leave(layer, attended, self._residual)
 
-    def finish(self) -> Tensor:
-        return self._stack.finish(self._total)
+    def finish(self, out: Tensor | None = None) -> Tensor:
+        return self._stack.finish(self._total, out)
