@@ -151,7 +151,7 @@ def test_steps_need_nothing_of_the_host(kind, launches) -> None:
             functions.sample(sample_layout(size))
     products = "aten._scaled_mm.default" if quantize == "fp8" else "aten.mm"
     assert any(name.startswith(products) for name in watched.called) or quantize == "int8"
-    assert {"decode_kernel", "merge_kernel", "prefill_kernel", "_sample", "gemm"} <= set(launches)
+    assert {"list_kernel", "decode_kernel", "prefill_kernel", "_sample", "gemm"} <= set(launches)
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k[0] in ("llama-gqa", "gemma3")], ids=str)

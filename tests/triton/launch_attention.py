@@ -6,7 +6,8 @@ import torch
 
 from weft.kernels.interface import AttentionMetadata
 from weft.kernels.kv_storage import KV_DTYPES, row_size
-from weft.kernels.triton import attention
+from weft.kernels.triton import attention, device
+from weft.kernels.triton.tiles import Heads
 
 # Bytes of a block (CUDA guide, table 30).
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -32,9 +33,18 @@ def launch(capability: int, *shapes: str, e4m3_from: int = 89) -> None:
         e4m3_from: the first capability with this type.
     """
     attention.shared_bytes = lambda _: SHARED[capability]
+    device.capability = lambda _: divmod(capability, 10)
     attention.has_fp8 = lambda _: capability >= e4m3_from
     for shape in shapes or EVERY:
         launch_shape(*shape.split("/"))
+
+
+def heads_of(shape: str) -> Heads:
+    """The heads of a shape."""
+    dtype, cache, sizes, *_ = shape.split("/")
+    group, dim = map(int, sizes.split("x"))
+    stored = KV_DTYPES.get(cache) or getattr(torch, cache)
+    return Heads(8, group, dim, getattr(torch, dtype), stored)
 
 
 def launch_as_if_with_e4m3(capability: int) -> None:
@@ -49,10 +59,10 @@ def launch_shape(
     window: str | None = None,
     softcap: str | None = None,
 ) -> None:
-    group, dim = map(int, sizes.split("x"))
-    dtype = getattr(torch, dtype_name)
-    cache_dtype = KV_DTYPES.get(cache_name) or getattr(torch, cache_name)
-    tokens, rows, kv_heads = 64, 16, 8
+    heads = heads_of(f"{dtype_name}/{cache_name}/{sizes}")
+    kv_heads, group, dim = heads.kv_heads, heads.group, heads.dim
+    dtype, cache_dtype = heads.dtype, heads.cache_dtype
+    tokens, rows = 64, 16
     fused = torch.empty(tokens, (group + 2) * kv_heads * dim, dtype=dtype)
     q, k, v = fused.view(tokens, -1, dim).split([group * kv_heads, kv_heads, kv_heads], dim=1)
     caches = [

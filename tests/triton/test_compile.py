@@ -8,9 +8,10 @@ import launch_pdl
 import pytest
 import torch
 from ahead import Compiled, compiled
-from launch_attention import SHARED
+from launch_attention import SHARED, heads_of
 
 from depth import deep
+from weft.kernels.triton.tiles import by_rule
 
 # Type, KV, query heads of a KV head x head size, and a window and a soft cap: the largest tiles of
 # each row of the launch tables and what models have. All others, which are
@@ -52,15 +53,29 @@ MOST_SPILLED = 64  # bytes of a thread; more say that a tile is too large for th
 @pytest.mark.parametrize(("capability", "shapes"), cases(ATTENTION, FEW))
 def test_paged_attention(capability: int, shapes: list[str]) -> None:
     built = compiled("launch_attention.launch", capability, *shapes)
-    assert {"_write_kernel", "decode_kernel", "merge_kernel", "prefill_kernel"} == {
+    assert {"_write_kernel", "list_kernel", "decode_kernel", "prefill_kernel"} == {
         kernel.kernel for kernel in built
     }
     for kernel in built:
+        programmatic = capability >= 90 and kernel.kernel in ("list_kernel", "decode_kernel")
+        assert kernel.programmatic == programmatic, kernel
         assert kernel.shared_bytes <= SHARED[capability], kernel
         assert kernel.spilled_bytes <= MOST_SPILLED, kernel
         assert uses_matrix_units(kernel) == multiplies_halves(kernel), kernel
         if capability == 90 and kernel.kernel == "prefill_kernel":
             assert kernel.wgmma, kernel
+
+
+@pytest.mark.parametrize(("capability", "shapes"), cases(ATTENTION, FEW))
+def test_programs_that_share_splits_run_at_once(capability: int, shapes: list[str]) -> None:
+    """A multiprocessor has 65536 registers, and a KiB of shared memory more than a program."""
+    planned = [by_rule(heads_of(shape), None, SHARED[capability]).programs for shape in shapes]
+    built = compiled("launch_attention.launch", capability, *shapes)
+    kernels = [kernel for kernel in built if kernel.kernel == "decode_kernel"]
+    for kernel, programs in zip(kernels, planned, strict=True):
+        registers = -(-kernel.registers // 8) * 8 * 32 * kernel.warps
+        assert programs * registers <= 65536, kernel
+        assert programs * (kernel.shared_bytes + 1024) <= SHARED[capability] + 1024, kernel
 
 
 def uses_matrix_units(kernel: Compiled) -> bool:

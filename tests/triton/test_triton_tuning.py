@@ -247,7 +247,7 @@ def test_products_are_measured_with_each_launch(shape, monkeypatch) -> None:
 HEADS = Heads(2, 3, 16, torch.float32, torch.int8)
 SMALL = {
     (HEADS.shape(DECODE), EVERY): {
-        "SPLITS": 4, "LEAST": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2,
+        "SPLITS": 4, "LEAST": 32, "PROGRAMS": 5, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2,
     },
     (HEADS.shape(PREFILL), EVERY): {
         "BLOCK_M": 64, "BLOCK_N": 16, "num_warps": 8, "num_stages": 3,
@@ -267,7 +267,7 @@ def test_attention_runs_as_the_file_says(tmp_path) -> None:
     found = plan_for(some.q, some.k_cache, None, pinned)
     assert found.decode == Tile(rule.decode.block_m, 32, 4, 2)
     assert found.prefill == Tile(64, 16, 8, 3)
-    assert (found.splits, found.least, found.few) == (4, 32, rule.few)
+    assert (found.splits, found.least, found.programs, found.few) == (4, 32, 5, rule.few)
     expected = some.run(reference.paged_attention)
     actual = some.run(partial(paged_attention, tuning=pinned))
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
@@ -298,6 +298,7 @@ def test_every_way_to_attention_has_the_file(tmp_path, monkeypatch) -> None:
         (DECODE, {"SPLITS": 64}, "64 parts"),
         (DECODE, {"SPLITS": 3}, "3 parts"),
         (DECODE, {"LEAST": 40}, "at least 40 tokens"),
+        (DECODE, {"PROGRAMS": 0}, "0 programs a multiprocessor"),
         (PREFILL, {"BLOCK_M": 2}, "tiles of 2 rows for 3 query heads"),
         (PREFILL, {"BLOCK_N": None}, "lack 'BLOCK_N'"),
     ],

@@ -116,10 +116,10 @@ def test_a_start_compiles_few_variants(name, tmp_path):
 
 
 LAYERS = 6  # of the built-in model
-FORWARD = {"_enter": 1, "_angles": 1}
+FORWARD = {"_enter": 1, "_angles": 1, "list_kernel": 1}
 SAMPLING = {"_process_logits": 1, "_largest": 1, "_sample": 1, "_verify_drafts": 1}
 TORCH = 2  # the hashes, and the hidden states that are sampled
-A_LAYER = {"_add_norm": 2, "_rotate": 1, "decode_kernel": 1, "merge_kernel": 1}
+A_LAYER = {"_add_norm": 2, "_rotate": 1, "decode_kernel": 1}
 FEW = {"gemm": 3, "gated_gemm": 1}
 CODED = {"coded_gemm": 4, "_act_mul": 1}
 IN_FP8 = {"_round_rows": 1, "_act_mul_round": 1}

@@ -21,6 +21,7 @@ CUBLAS_BYTES = 32 * 2**20  # PyTorch's workspace for cuBLAS on Hopper, for each 
 # of one KV head that it computes together at the least.
 ATTENTION_SPLITS = 32
 ATTENTION_HEADS = 16
+LISTED_BYTES = 32  # of ``triton.work_list``, for each part of each row
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ def workspace_bytes(
     if sizes.overlaps:
         static += _exchange_bytes(spec, element, sizes.rows, 0) + 8 * (1 + 2 * spec.num_layers)
     static += state_bytes(sizes.rows, MOST_EDITS, spec.vocab_size) + SEAT_BYTES
-    scratch = CUBLAS_BYTES + max(
+    scratch = CUBLAS_BYTES + _list_bytes(spec, sizes.rows)
+    scratch += max(
         _attention_bytes(spec, number, sizes, tokens) for number in range(spec.num_layers)
     )
     rounded = STRIDE if sizes.pairs else 0  # each sub-batch is padded
@@ -105,6 +107,13 @@ def _attention_bytes(spec: ModelSpec, number: int, sizes: StepSizes, tokens: int
     few = max(1, ATTENTION_HEADS * layer.num_kv_heads // spec.num_heads)  # tokens of a row
     places = min(tokens, sizes.rows * few)
     return places * spec.num_heads * ATTENTION_SPLITS * (layer.head_dim + 2) * FLOAT
+
+
+def _list_bytes(spec: ModelSpec, rows: int) -> int:
+    """The parts of all rows' contexts, and for each KV head how many of a row's are computed."""
+    heads = max(layer.num_kv_heads for layer in spec.layers)
+    row = ATTENTION_SPLITS * LISTED_BYTES + heads * FLOAT
+    return len(spec.kv_groups) * (rows * row + LISTED_BYTES)
 
 
 def _pass_bytes(spec: ModelSpec, element: int, ranks: int, tokens: int, samples: int) -> int:

@@ -39,6 +39,7 @@ class AttentionMetadata:
             beside it; None for as many as suit it. Results are the same.
         max_query_len: no row has more query tokens, known before they are: kernels for longer rows
             are then left out of a captured step. None: any row may have T.
+        derived: what ops have made of the lengths of rows, for all layers of the step.
     """
 
     block_tables: Array  # [R, B] int32, or flat [N] int32 with table_start
@@ -49,6 +50,7 @@ class AttentionMetadata:
     table_start: Array | None = None  # [R] int32
     max_query_len: int | None = None
     programs: int | None = None
+    derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
 
 class RmsNorm(Protocol):

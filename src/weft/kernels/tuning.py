@@ -42,6 +42,7 @@ MOST_PARTS = 32  # of a context, for which there is workspace
 ATTENTION_ALTERNATIVES = {
     "SPLITS": (8, 16, MOST_PARTS),
     "LEAST": (128, 256, 512, 1024),
+    "PROGRAMS": (1, 2, 3, 4, 6),
     "BLOCK_M": (16, 32, 64, 128),
     "BLOCK_N": (16, 32, 64, 128),
     "num_warps": (4, 8, 16),

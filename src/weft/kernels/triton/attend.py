@@ -1,6 +1,6 @@
-"""The kernels of paged attention: split decode, its merge, and prefill of ragged rows.
+"""The kernels of paged attention: split decode by a work list, and prefill of ragged rows.
 
-All three share one loop over keys and values, FlashAttention's (Dao 2023, algorithm 1), whose rows
+Both share one loop over keys and values, FlashAttention's (Dao 2023, algorithm 1), whose rows
 are the query heads of one KV head for some tokens: row m of a tile is head m % GROUP of token
 m // GROUP. Scores are kept in powers of 2.
 """
@@ -10,12 +10,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from weft.kernels.triton import pdl
 from weft.kernels.triton.loop import bound
 from weft.kernels.triton.storage import decode
+from weft.kernels.triton.work_list import WORDS, turn_of, turns_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LEAST_SCORE = tl.constexpr(-1e30)  # finite, so that a tile without a visible key gives no NaN
-DOUBLINGS = tl.constexpr(16)  # of a split: enough for contexts of 2^26 tokens
 
 
 @triton.jit
@@ -149,75 +150,65 @@ def store_outputs(
 
 
 @triton.jit
-def cut(
-    context, count,
-    WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
-):  # fmt: skip
-    """Return the first position that a row sees, and begin, size and number of its splits.
-
-    They depend on the row's own context alone: LEAST tokens, doubled until SPLITS are enough.
-    """
-    first = context * 0
-    if WINDOW:
-        first = tl.maximum(context - count - (WINDOW - 1), 0)
-    begin = first // BLOCK_N * BLOCK_N
-    sizes = LEAST << tl.arange(0, DOUBLINGS)
-    size = LEAST << tl.sum((sizes < tl.cdiv(context - begin, SPLITS)).to(tl.int32), 0)
-    return first, begin, size, tl.cdiv(context - begin, size)
-
-
-@triton.jit
 def first_place(start, row, rows, tokens, FEW: tl.constexpr):
     """The place of a row's first token in the workspace of min(tokens, rows * FEW) places."""
     return tl.where(tokens <= rows * FEW, start, row * FEW)
 
 
+@triton.jit
+def clear(out, token, tokens, step, HEADS: tl.constexpr, DIM: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Store 0 for every ``step``-th token from ``token`` on."""
+    for empty in range(bound(token), bound(tokens), bound(step)):
+        for at in range(0, HEADS * DIM, AT_ONCE):
+            number = at + tl.arange(0, AT_ONCE)
+            where = (tl.zeros([AT_ONCE], tl.int64) + empty) * (HEADS * DIM) + number
+            zeros = tl.zeros([AT_ONCE], out.dtype.element_ty)
+            tl.store(out + where, zeros, mask=number < HEADS * DIM)
+
+
 @triton.jit(do_not_specialize=["rows", "tokens", "stride_table"])
 def decode_kernel(
-    q, keys, values, key_scales, value_scales, tables, table_start, query_start, seq_lens,
-    out, partial_sums, partial_stats,
+    q, keys, values, key_scales, value_scales, tables, table_start, query_start,
+    items, arrived, out, partial_sums, partial_stats,
     rows, tokens, stride_qt, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_table,
     scale, softcap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TYPE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rows of at most BLOCK_M // GROUP tokens, whose splits some programs take in turn.
+    """Compute the items of a list: each for every KV head is a piece of work.
 
-    Grid: rows, KV heads, these programs. A row of one split is finished here. Tokens of no row
-    become 0.
+    Grid: any number of programs, which share the work. A row of one split is finished at once; of
+    several, by whoever computes the last one. Tokens of no row become 0.
     """
     FEW: tl.constexpr = BLOCK_M // GROUP
-    row, head, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if program == 0:
-        for token in range(bound(tl.load(query_start + rows) + row), bound(tokens), bound(rows)):
-            zeros = tl.zeros([triton.next_power_of_2(GROUP), PADDED], tl.float32)
-            g = tl.arange(0, triton.next_power_of_2(GROUP))
-            store_outputs(out, zeros, token, g * 0, g < GROUP, head, HEADS, DIM, PADDED, GROUP)
-    start = tl.load(query_start + row)
-    count = tl.load(query_start + row + 1) - start
-    if (count == 0) | (count > FEW):
-        return
-    context = tl.load(seq_lens + row)
-    first, begin, size, splits = cut(context, count, WINDOW, BLOCK_N, SPLITS, LEAST)
-    if program >= splits:
-        return
-    x, token, real = load_queries(
-        q, start, 0, count, head, stride_qt, stride_qh, DIM, PADDED, GROUP, BLOCK_M, TYPE
-    )
-    query = tl.where(real, context - count + token, -1)
-    table = table_of(tables, table_start, stride_table, row)
-    keys += head.to(tl.int64) * stride_kh
-    values += head.to(tl.int64) * stride_vh
-    if key_scales is not None:
-        key_scales += head.to(tl.int64) * (stride_kh // 4)
-        value_scales += head.to(tl.int64) * (stride_vh // 4)
-    for split in range(bound(program), bound(splits), bound(tl.num_programs(2))):
-        low = begin + split * size
-        high = tl.minimum(low + size, context)
+    KV_HEADS: tl.constexpr = HEADS // GROUP
+    pdl.wait(PDL)
+    pdl.launch_dependents(PDL)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    clear(out, tl.load(query_start + rows) + program, tokens, programs, HEADS, DIM, 1024)
+    for turn in range(bound(turns_of(tl.load(items) * KV_HEADS, program, programs))):
+        work = turn_of(turn, program, programs)
+        head = work % KV_HEADS
+        item = items + (1 + work // KV_HEADS) * WORDS
+        row, start, count = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+        context, low, high = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
+        split, splits = tl.load(item + 6), tl.load(item + 7)
+        first = low * 0
+        if WINDOW:
+            first = tl.maximum(context - count - (WINDOW - 1), 0)
+        x, token, real = load_queries(
+            q, start, 0, count, head, stride_qt, stride_qh, DIM, PADDED, GROUP, BLOCK_M, TYPE
+        )
+        query = tl.where(real, context - count + token, -1)
+        table = table_of(tables, table_start, stride_table, row)
+        k_scales, v_scales = key_scales, value_scales
+        if key_scales is not None:
+            k_scales += head.to(tl.int64) * (stride_kh // 4)
+            v_scales += head.to(tl.int64) * (stride_vh // 4)
         sums, top, total = attend(
-            x, query, keys, values, key_scales, value_scales, table, stride_kb, stride_vb,
-            first, low, low, high, scale, softcap,
+            x, query, keys + head.to(tl.int64) * stride_kh, values + head.to(tl.int64) * stride_vh,
+            k_scales, v_scales, table, stride_kb, stride_vb, first, low, low, high, scale, softcap,
             DIM, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_N, False,
         )  # fmt: skip
         if splits == 1:
@@ -227,46 +218,61 @@ def decode_kernel(
             m = tl.arange(0, BLOCK_M)
             dim = tl.arange(0, PADDED)[None, :]
             place = first_place(start, row, rows, tokens, FEW) + token
-            at = (place.to(tl.int64) * HEADS + head * GROUP + m % GROUP) * SPLITS + split
+            at = (place.to(tl.int64) * HEADS + head * GROUP + m % GROUP) * SPLITS
             mask = real[:, None] & (dim < DIM)
-            tl.store(partial_sums + at[:, None] * DIM + dim, sums, mask=mask)
-            tl.store(partial_stats + at * 2, top, mask=real)
-            tl.store(partial_stats + at * 2 + 1, total, mask=real)
+            tl.store(partial_sums + (at + split)[:, None] * DIM + dim, sums, mask=mask)
+            tl.store(partial_stats + (at + split) * 2, top, mask=real)
+            tl.store(partial_stats + (at + split) * 2 + 1, total, mask=real)
+            tl.debug_barrier()  # all threads have stored before one of them says so
+            counter = arrived + row * KV_HEADS + head
+            if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
+                tl.store(counter, 0)
+                result = merge(partial_sums, partial_stats, at, real, splits, DIM, PADDED, SPLITS)
+                store_outputs(out, result, start, token, real, head, HEADS, DIM, PADDED, GROUP)
 
 
-@triton.jit(do_not_specialize=["rows", "tokens"])
-def merge_kernel(
-    query_start, seq_lens, out, partial_sums, partial_stats, rows, tokens,
-    HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, FEW: tl.constexpr,
+@triton.jit
+def merge(
+    partial_sums, partial_stats, at, real, splits,
+    DIM: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Add up the splits of rows that have more than one, always all SPLITS in the same order.
+    """Return what splits have summed up at ``at`` [M], in their order: [M, PADDED].
 
-    Grid: rows, query heads.
+    It is read from the L2 cache, where other programs have written it.
     """
-    row, head = tl.program_id(0), tl.program_id(1)
-    start = tl.load(query_start + row)
-    count = tl.load(query_start + row + 1) - start
-    if (count == 0) | (count > FEW):
-        return
-    _, _, _, splits = cut(tl.load(seq_lens + row), count, WINDOW, BLOCK_N, SPLITS, LEAST)
-    if splits == 1:
-        return
-    split = tl.arange(0, SPLITS)
-    real = split < splits
+    split = tl.arange(0, SPLITS)[None, :]
+    every = partial_stats + (at[:, None] + split) * 2
+    whole = real[:, None] & (split < splits)
+    tops = tl.load(every, mask=whole, other=LEAST_SCORE, cache_modifier=".cg")
+    totals = tl.load(every + 1, mask=whole, other=0.0, cache_modifier=".cg")
+    top = tl.max(tops, 1)
+    total = tl.sum(totals * tl.exp2(tops - top[:, None]), 1)
+    sums = tl.zeros([at.shape[0], PADDED], tl.float32)
+    for i in range(0, bound(splits), 4):  # all of four is on its way before any of it is needed
+        a, score_a = _part(partial_sums, partial_stats, at, real, i, splits, DIM, PADDED)
+        b, score_b = _part(partial_sums, partial_stats, at, real, i + 1, splits, DIM, PADDED)
+        c, score_c = _part(partial_sums, partial_stats, at, real, i + 2, splits, DIM, PADDED)
+        d, score_d = _part(partial_sums, partial_stats, at, real, i + 3, splits, DIM, PADDED)
+        sums += a * tl.exp2(score_a - top)[:, None]
+        sums += b * tl.exp2(score_b - top)[:, None]
+        sums += c * tl.exp2(score_c - top)[:, None]
+        sums += d * tl.exp2(score_d - top)[:, None]
+    return sums / tl.where(real, total, 1.0)[:, None]
+
+
+@triton.jit
+def _part(
+    partial_sums, partial_stats, at, real, split, splits, DIM: tl.constexpr, PADDED: tl.constexpr
+):  # fmt: skip
+    """What one split has summed up [M, PADDED], and its largest scores [M]."""
+    there = real & (split < splits)
+    score = tl.load(
+        partial_stats + (at + split) * 2, mask=there, other=LEAST_SCORE, cache_modifier=".cg"
+    )
     dim = tl.arange(0, PADDED)[None, :]
-    for token in range(bound(start), bound(start + count)):
-        place = first_place(start, row, rows, tokens, FEW) + token - start
-        at = ((place + tl.zeros([SPLITS], tl.int64)) * HEADS + head) * SPLITS + split
-        top = tl.load(partial_stats + at * 2, mask=real, other=LEAST_SCORE)
-        total = tl.load(partial_stats + at * 2 + 1, mask=real, other=0.0)
-        mask = real[:, None] & (dim < DIM)
-        sums = tl.load(partial_sums + at[:, None] * DIM + dim, mask=mask, other=0.0)
-        share = tl.exp2(top - tl.max(top, 0))
-        result = tl.sum(sums * share[:, None], 0) / tl.sum(total * share, 0)
-        where = (token + tl.zeros([PADDED], tl.int64)) * (HEADS * DIM) + head * DIM
-        dims = tl.arange(0, PADDED)
-        tl.store(out + where + dims, result.to(out.dtype.element_ty), mask=dims < DIM)
+    mask = there[:, None] & (dim < DIM)
+    where = partial_sums + (at + split)[:, None] * DIM + dim
+    return tl.load(where, mask=mask, other=0.0, cache_modifier=".cg"), score
 
 
 @triton.jit(do_not_specialize=["rows", "stride_table"])

@@ -15,18 +15,17 @@ from torch import Tensor
 
 from weft.kernels.interface import AttentionMetadata
 from weft.kernels.kv_storage import row_size
-from weft.kernels.triton import attend, kv_write
-from weft.kernels.triton.device import has_fp8, shared_bytes
-from weft.kernels.triton.launch import interpreted, power_of_2
+from weft.kernels.triton import attend, kv_write, pdl
+from weft.kernels.triton.device import has_fp8, processors, shared_bytes
+from weft.kernels.triton.launch import interpreted
 from weft.kernels.triton.storage import as_bytes, scales_of
 from weft.kernels.triton.tiles import Heads, Plan, padded, plan
+from weft.kernels.triton.work_list import work_list
 from weft.kernels.tuning import Tuning
 
 __all__ = ["paged_attention", "plan_for"]
 
 _FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-# Programs that share the splits of all rows: more than a GPU runs at once. Results are the same.
-_PROGRAMS = 4 if interpreted() else 8192
 
 
 def paged_attention(
@@ -61,6 +60,8 @@ def paged_attention(
     _check(q, k, v, k_cache, v_cache, batch)
     if window is not None and window < 1:
         raise ValueError(f"window is {window}; it must be at least 1, or None")
+    if batch.programs is not None and batch.programs < 1:
+        raise ValueError(f"programs is {batch.programs}; it must be at least 1, or None")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}; it must be positive, or None")
     chosen = plan_for(q, k_cache, batch.max_query_len, tuning)
@@ -100,7 +101,7 @@ def paged_attention(
         "SOFTCAP": softcap is not None,
         "TYPE": _factor_type(q.dtype),
     }
-    _few(chosen, tokens, common, batch.programs or _PROGRAMS)
+    _few(chosen, batch, tokens, common)
     if min(batch.max_query_len or tokens, tokens) > chosen.few:
         _more(chosen, tokens, common)
     return out
@@ -119,35 +120,21 @@ def plan_for(
     return plan(found, max_query_len, shared_bytes(q.device), tuning)
 
 
-def _few(chosen: Plan, tokens: int, common: dict[str, Any], most: int) -> None:
-    """Compute rows of at most ``chosen.few`` tokens: their splits, then the sums of these.
-
-    Args:
-        most: programs, but for one that each row and head has.
-    """
+def _few(chosen: Plan, batch: AttentionMetadata, tokens: int, common: dict[str, Any]) -> None:
+    """Compute rows of at most ``chosen.few`` tokens: their splits, which are listed once a step."""
     rows, heads, dim = common["rows"], common["HEADS"], common["DIM"]
-    kv_heads = heads // common["GROUP"]
-    programs = min(chosen.splits, max(1, most // power_of_2(rows * kv_heads)))
+    kv_heads, device = heads // common["GROUP"], common["q"].device
+    work = work_list(batch, chosen, kv_heads, common["WINDOW"])
+    programs = batch.programs or chosen.programs * processors(device)
     places = min(tokens, rows * chosen.few)
-    device = common["q"].device
     sums = torch.empty(places, heads, chosen.splits, dim, dtype=torch.float32, device=device)
     stats = torch.empty(places, heads, chosen.splits, 2, dtype=torch.float32, device=device)
-    splitting = {
-        "partial_sums": sums,
-        "partial_stats": stats,
-        "BLOCK_N": chosen.decode.block_n,
-        "SPLITS": chosen.splits,
-        "LEAST": chosen.least,
-        "tokens": tokens,
-    }
-    attend.decode_kernel[(rows, kv_heads, programs)](
-        **common, **splitting, BLOCK_M=chosen.decode.block_m,
-        num_warps=chosen.decode.warps, num_stages=chosen.decode.stages,
-    )  # fmt: skip
-    names = ("query_start", "seq_lens", "out", "rows", "HEADS", "DIM", "PADDED", "WINDOW")
-    attend.merge_kernel[(rows, heads)](
-        **{name: common[name] for name in names}, **splitting, FEW=chosen.few,
-        num_warps=8 if common["PADDED"] > 256 else 4, num_stages=1,
+    attend.decode_kernel[(min(programs, rows * kv_heads * chosen.splits),)](
+        **{name: x for name, x in common.items() if name != "seq_lens"},
+        items=work.items, arrived=work.arrived, partial_sums=sums, partial_stats=stats,
+        tokens=tokens, SPLITS=chosen.splits,
+        BLOCK_M=chosen.decode.block_m, BLOCK_N=chosen.decode.block_n,
+        num_warps=chosen.decode.warps, num_stages=chosen.decode.stages, **pdl.options(device),
     )  # fmt: skip
 
 

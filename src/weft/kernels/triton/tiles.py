@@ -54,12 +54,14 @@ class Tile:
 class Plan:
     """Launch plan: one for rows of at most ``few`` tokens, one for longer rows.
 
-    A context is cut into at most ``splits`` parts of at least ``least`` tokens.
+    A context is cut into at most ``splits`` parts of at least ``least`` tokens. ``programs`` of a
+    multiprocessor share the parts of all rows.
     """
 
     few: int
     splits: int
     least: int
+    programs: int
     decode: Tile
     prefill: Tile
 
@@ -134,7 +136,12 @@ def launches(plan: Plan) -> dict[str, Launch]:
     """Return what a tuning may change of a plan, by op."""
     decode, prefill = plan.decode, plan.prefill
     return {
-        DECODE: {"SPLITS": plan.splits, "LEAST": plan.least, **_launch(decode)},
+        DECODE: {
+            "SPLITS": plan.splits,
+            "LEAST": plan.least,
+            "PROGRAMS": plan.programs,
+            **_launch(decode),
+        },
         PREFILL: {"BLOCK_M": prefill.block_m, **_launch(prefill)},
     }
 
@@ -153,8 +160,13 @@ def _with_decode(rule: Plan, launch: Launch | None) -> Plan:
             f"powers of 2 up to {MOST_PARTS} and multiples of its {launch['BLOCK_N']} keys are "
             "computed"
         )
-    tile = _tuned(rule.decode.block_m, launch)
-    return replace(rule, splits=splits, least=least, decode=tile)
+    tile, programs = _tuned(rule.decode.block_m, launch), launch["PROGRAMS"]
+    if programs < 1:
+        raise ValueError(
+            f"a tuned launch of decode attention has {programs} programs a multiprocessor; it must "
+            "be at least 1"
+        )
+    return replace(rule, splits=splits, least=least, programs=programs, decode=tile)
 
 
 def _with_prefill(rule: Plan, launch: Launch | None, group: int) -> Plan:
@@ -197,11 +209,13 @@ def by_rule(heads: Heads, max_query_len: int | None, shared_bytes: int) -> Plan:
     least_m = max(16, power_of_2(group))
     decode_m = max(least_m, min(wanted, _WIDEST_DECODE))
     sizes = (size, dtype.itemsize, cache_dtype.itemsize, shared_bytes)
+    decode = _tile(decode_m, decode_n, decode_warps, *sizes)
     return Plan(
         few=decode_m // group,
         splits=min(MOST_PARTS, max(8, power_of_2(256 // heads.kv_heads))),
         least=_least(group, cache_dtype.itemsize),
-        decode=_tile(decode_m, decode_n, decode_warps, *sizes),
+        programs=_programs(decode, *sizes),
+        decode=decode,
         prefill=_tile(max(least_m, prefill_m), prefill_n, prefill_warps, *sizes),
     )
 
@@ -212,12 +226,17 @@ def padded(dim: int) -> int:
 
 
 def _least(group: int, item: int) -> int:
-    """Tokens of a split so that writing and reading its sums takes an eighth of reading its KV.
+    """Tokens of a split so that what it costs beside its KV is about an eighth of reading that.
 
-    Sums are 4 bytes a dimension and query head, written and read once; keys and values ``item``
-    bytes a dimension each.
+    Its sums, 4 bytes a dimension and query head, are written and read once; keys and values have
+    ``item`` bytes a dimension each: an eighth from 32 * group / item tokens on. Before its first
+    tile a program waits for its item, its block table and that tile, one after the other, and in
+    such a time (2 us, an estimate) its share of a GPU's bandwidth (of 4.8 TB/s among 264 programs,
+    18 GB/s) reads 36 KB, 72 tokens of a head of size 128 in 16 bits: an eighth from 576 tokens on,
+    of which the nearest power of 2 is taken. Fewer tokens would serve steps of one row that leave
+    multiprocessors idle: 64 tokens take about 0.4 us (an estimate), 512 of them 3 us a layer.
     """
-    return min(1024, max(128, power_of_2(-(-32 * group // item))))
+    return min(1024, max(512, power_of_2(-(-32 * group // item))))
 
 
 def _tile(
@@ -228,8 +247,24 @@ def _tile(
     There is one stage for the products, and for each buffer one for its table entries. Beside the
     queries and the buffers lie a tile that is being multiplied and one converted.
     """
-    loaded = 2 * block_n * size * stored
-    converted = 0 if stored == item else 2 * block_n * size * item
-    free = most - block_m * size * item - converted - loaded
-    stages = 1 + 2 * min(_MOST_BUFFERS, max(0, free // loaded))
+    beside, loaded = _shared_bytes(block_m, block_n, size, item, stored)
+    stages = 1 + 2 * min(_MOST_BUFFERS, max(0, (most - beside - loaded) // loaded))
     return Tile(block_m, block_n, max(warps, block_m // _WARP_ROWS), stages)
+
+
+def _shared_bytes(block_m: int, block_n: int, size: int, item: int, stored: int) -> tuple[int, int]:
+    """What the queries and a converted tile take of shared memory, and a tile that is loaded."""
+    converted = 0 if stored == item else 2 * block_n * size * item
+    return block_m * size * item + converted, 2 * block_n * size * stored
+
+
+def _programs(tile: Tile, size: int, item: int, stored: int, most: int) -> int:
+    """How many programs of a tile run on a multiprocessor at once, so that none waits for another.
+
+    A thread has at most 255 of 65536 registers, half as many with 16 heads of at most 64 and KV
+    of their type. Shared memory is what its buffers take, and 4 KiB for what products exchange.
+    """
+    registers = 128 if size <= 64 and tile.block_m == 16 and stored == item else 256
+    beside, loaded = _shared_bytes(tile.block_m, tile.block_n, size, item, stored)
+    needed = beside + loaded * (tile.stages // 2) + 4096
+    return max(1, min(65536 // (32 * tile.warps * registers), most // needed))

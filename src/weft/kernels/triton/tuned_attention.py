@@ -30,7 +30,7 @@ class Rows:
 
 # What a launch is chosen for, each counting as much as the others: one launch serves all steps, as
 # results would else depend on the batch.
-DECODES = (Rows(1, 1, 8192), Rows(32, 1, 4096), Rows(128, 1, 1024))
+DECODES = (Rows(1, 1, 8192), Rows(32, 1, 4096), Rows(128, 1, 1024), Rows(256, 1, 272))
 PREFILLS = (Rows(1, 2048, 2048), Rows(2, 512, 4096))
 
 
