@@ -25,7 +25,7 @@ METRICS = {  # ncu's name -> ours
     "launch__registers_per_thread": "registers",
     "launch__grid_size": "programs",
 }
-KERNELS = "regex:^(gemm|decode_kernel|merge_kernel|_act_mul|_round|_add_norm|_rotate|_sample)"
+KERNELS = "regex:^(gemm|decode_kernel|_act_mul|_round|_add_norm|_rotate|_sample)"
 STEPS = {"128 rows": 0, "1 row": 1}  # of ``warm.STEPS``
 LIMIT_S = 18.0  # of a step
 

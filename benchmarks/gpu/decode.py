@@ -42,6 +42,7 @@ from weft.exec.graphs import GraphExecutor, Steps
 from weft.exec.input_batch import InputBatch
 from weft.exec.step_layout import SIZES
 from weft.exec.store import KVStore
+from weft.kernels.kv_storage import KV_DTYPES
 from weft.kernels.ops import select_ops
 from weft.kv.cache import GroupSpec, KVCache
 from weft.models.decoder import Decoder
@@ -66,10 +67,17 @@ class Case:
     model: str
     quantize: str
     batches: tuple[int, ...]
+    kv: str = ""  # type of KV, if it is not that of the model
+
+    @property
+    def name(self) -> str:
+        kind = "bf16" if self.quantize == "none" else self.quantize
+        return f"{self.model} {kind}{self.kv and f', {self.kv} KV'}"
 
 
 CASES = [
     Case("qwen2.5-7b", "fp8", (128, 1, 512, 256)),
+    *(Case("qwen2.5-7b", "fp8", (512, 256), kv) for kv in ("int8", "fp8")),
     Case("llama-3.1-8b", "none", (128, 1, 512, 256)),
     Case("qwen3-30b-a3b", "none", (64,)),
 ]
@@ -241,9 +249,9 @@ def measure(
     case: Case, batch: int, decoder: Decoder, device: Device, output: int, traces: Path | None
 ) -> None:
     """Measure a batch; add a trace to the archive ``traces`` if a goal is missed."""
-    name = f"{case.model} {'bf16' if case.quantize == 'none' else case.quantize}, batch {batch}"
+    name = f"{case.name}, batch {batch}"
     cuda, started = device.where.type == "cuda", time.perf_counter()
-    engine = Engine(decoder, device, batch, decoder.dtype)
+    engine = Engine(decoder, device, batch, case.kv or decoder.dtype)
     figure(f"{name}: ready", time.perf_counter() - started, "s")
     engine.run(batch, 8)  # whatever is only done once
     inbox = engine.run(batch, output)
@@ -326,19 +334,26 @@ def main() -> int:
     parser.add_argument("--model", help="only this shape")
     parser.add_argument("--others", action="store_true", help="all shapes but the first")
     parser.add_argument("--batch", help="only these batches, with commas between")
+    parser.add_argument("--kv", default="", choices=("", *KV_DTYPES), help="only 8-bit KV so")
     parser.add_argument("--output", type=int, default=OUTPUT)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--traces", type=Path, help="archive for traces of what misses its goal")
     options = parser.parse_args()
     cuda = options.device == "cuda"
-    cases = [case for case in CASES[options.others :] if options.model in (None, case.model)]
+    cases = [
+        case
+        for case in CASES
+        if options.model in (None, case.model)
+        and options.kv in ("", case.kv)
+        and not (options.others and case.model == CASES[0].model)
+    ]
     batches = [int(word) for word in options.batch.split(",")] if options.batch else None
     if not cases:
-        cases = [Case(options.model, "none", (1,))]
+        cases = [Case(options.model, "none", (1,), options.kv)]
     deadline, failed = time.perf_counter() + options.seconds, 0
     for case in cases:
         if time.perf_counter() > deadline - NEXT_S * cuda:
-            note(f"no time left for {case.model}")
+            note(f"no time left for {case.name}")
             continue
         where = torch.device("cuda:0" if cuda else "cpu")
         ops = select_ops(str(where), "bfloat16", "auto" if cuda else "reference")
@@ -349,7 +364,7 @@ def main() -> int:
         while todo:
             batch = todo.pop(0)
             if time.perf_counter() > deadline - NEXT_S * cuda:
-                note(f"no time left for {case.model}, batch {batch}")
+                note(f"no time left for {case.name}, batch {batch}")
                 continue
             try:
                 device = new_device(options.device)
@@ -357,7 +372,7 @@ def main() -> int:
             except Exception as error:  # the next batch may fare better
                 failed += 1
                 traceback.print_exc()
-                note(f"{case.model}, batch {batch}: {type(error).__name__}: {str(error)[:300]}")
+                note(f"{case.name}, batch {batch}: {type(error).__name__}: {str(error)[:300]}")
                 if "CUDA error" in str(error):  # nothing runs after it in this process
                     return go_on(case, todo, options, deadline)
             _free(cuda)
@@ -376,6 +391,7 @@ def go_on(case: Case, todo: Seq[int], options: argparse.Namespace, deadline: flo
         command = [sys.executable, __file__, "--model", case.model, "--seconds", f"{left:.0f}"]
         command += ["--batch", ",".join(map(str, todo)), "--output", str(options.output)]
         command += ["--traces", str(options.traces)] if options.traces else []
+        command += ["--kv", case.kv] if case.kv else []
         subprocess.run(command)
     return 1
 
