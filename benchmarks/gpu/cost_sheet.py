@@ -76,8 +76,11 @@ ROLES = {
     "_embedding": ("ids table*", "out"),
     "_enter": ("ids in_flight* table* weight", "total out scales"),
     "_angles": ("positions frequencies", "cos sin"),
-    "decode_kernel": ("q keys* values* tables* seq_lens", "partial_sums* partial_stats*"),
-    "merge_kernel": ("partial_sums* partial_stats* seq_lens", "out"),
+    "list_kernel": ("query_start seq_lens", "items*"),
+    "decode_kernel": (
+        "q keys* values* tables* items* partial_sums* partial_stats*",
+        "out partial_sums* partial_stats*",
+    ),
     "_route": ("scores row_scale scale bias", "shares experts"),
     "_blocks": ("starts", "experts firsts"),
     "_grouped": ("x w* row_scale scale* share order starts experts firsts", "out"),
@@ -118,6 +121,7 @@ class Counter:
     def __init__(self, spec: ModelSpec, case: Case) -> None:
         self.lines: dict[str, Line] = defaultdict(Line)
         self._spec, self._case = spec, case
+        self._splits = 1  # of a row, by the list of them that was made last
 
     def kernel(self, name: str, given: dict[str, Any]) -> None:
         """Count a launch of Triton."""
@@ -162,9 +166,16 @@ class Counter:
             return batch * seen * heads * tensor.shape[-1] * tensor.itemsize
         if part == "tables*":
             return batch * -(-context // BLOCK) * tensor.itemsize
-        # The sums of splits that a row of this context has, of those that there is room for.
-        splits = min(given["SPLITS"], -(-context // given["LEAST"]))
-        return size_of(tensor) * splits // given["SPLITS"]
+        if kernel == "list_kernel":
+            seen = min(context, given["WINDOW"] or context)
+            size = given["LEAST"]
+            while size * given["SPLITS"] < seen:
+                size *= 2
+            self._splits = -(-seen // size)
+        if part == "items*":
+            return (1 + batch * self._splits) * tensor.shape[1] * tensor.itemsize
+        # The sums of splits that a row has, of those that there is room for; one makes none.
+        return size_of(tensor) * self._splits // given["SPLITS"] if self._splits > 1 else 0
 
     def _chosen(self, experts: int) -> float:
         """The share of the experts that some token of the batch has chosen."""
