@@ -87,7 +87,8 @@ ROLES = {
     "_combine": ("parts experts", "out"),
     "_softcap": ("logits", "out"),
     "_process_logits": ("changes", ""),
-    "_largest": ("logits", "largest indices finite"),
+    "_largest": ("logits settings", "largest indices finite"),
+    "_candidates": ("settings all_finite", ""),
     "_sample": ("largest indices all_finite settings", "tokens finite"),
     "_verify_drafts": ("tokens finite row", "results"),
 }

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from depth import DEEP
+from weft.kernels import float8
 from weft.kernels.kv_storage import KV_DTYPES, quantise
 from weft.kernels.ops import select_ops
 from weft.models.decoder import Decoder
@@ -31,6 +32,8 @@ EVERY = 1 if DEEP else 7  # of the windows, every so manyth is run
 # How much more perplexity is right. All windows give 0.43% for weights, of which half is by the
 # activations, and 0.28% with KV as well; a seventh of them scatters more.
 WEIGHTS, WITH_KV = (1.005, 1.01) if DEEP else (1.01, 1.015)
+HEAD, GROUPS = 1.003, 1.002
+PART = 1 if DEEP else 4  # of these windows, one in so many for what changes less
 
 
 @cache
@@ -58,19 +61,21 @@ def model(quantize: str) -> Decoder:
 
 
 @cache
-def perplexity(quantize: str, kv_dtype: str | None) -> float:
+def perplexity(quantize: str, kv_dtype: str | None, part: int = 1) -> float:
+    """Of one window in ``part``."""
     if DEEP and (quantize, kv_dtype) == ("none", None):
         return CARD["perplexity"]
     decoder, bos, total = model(quantize), Tokenizer.load(FOLDER).bos_id, 0.0
-    for group in range(0, len(windows()), AT_ONCE):
-        some = windows()[group : group + AT_ONCE]
+    chosen = windows()[::part]
+    for group in range(0, len(chosen), AT_ONCE):
+        some = chosen[group : group + AT_ONCE]
         sizes = [len(window) for window in some]
         inputs = torch.tensor([token for window in some for token in [bos, *window[:-1]]])
         positions = torch.cat([torch.arange(size) for size in sizes])
         hidden = decoder.forward(inputs, positions, partial(attend, decoder, sizes, kv_dtype))
         targets = torch.tensor([token for window in some for token in window])
         total += cross_entropy(decoder.logits(hidden), targets, reduction="sum").item()
-    return math.exp(total / sum(map(len, windows())))
+    return math.exp(total / sum(map(len, chosen)))
 
 
 def attend(
@@ -93,6 +98,33 @@ def attend(
 def test_perplexity_stays_near_that_of_floats() -> None:
     """0.5% more is the goal of FP8 weights."""
     assert 1.001 < perplexity("fp8", None) / perplexity("none", None) <= WEIGHTS
+
+
+def test_the_head_in_fp8_costs_little_more() -> None:
+    """Whoever asks for it reads half as much of the largest matrix."""
+    assert model("fp8-head").lm_head.storage.format == "e4m3"
+    assert perplexity("fp8-head", None, PART) / perplexity("fp8", None, PART) <= HEAD
+
+
+def test_groups_of_activations_cost_nothing(monkeypatch) -> None:
+    """The kernels of GPUs round what attention and gates give in groups of 128 and 64."""
+    by_token = float8.rounded_inputs
+    monkeypatch.setattr(
+        float8,
+        "rounded_inputs",
+        lambda x, inputs: (
+            float8.round_groups(x, inputs).widen()
+            if isinstance(inputs, int)
+            else by_token(x, inputs)
+        ),
+    )
+    of_rows, decoder = perplexity("fp8", None, PART), model("fp8")
+    for layer in decoder.layers:
+        monkeypatch.setattr(layer.output, "inputs", 128)
+        monkeypatch.setattr(layer.down, "inputs", 64)
+    of_groups = perplexity.__wrapped__("fp8", None, PART)
+    assert of_groups != of_rows
+    assert of_groups / of_rows <= GROUPS
 
 
 def test_with_kv_in_fp8_as_well_it_stays_near() -> None:

@@ -105,9 +105,10 @@ class EngineConfig:
     quantize: str = setting(
         "str",
         "none",
-        "round weights at load: fp8 (E4M3) and int8 with a scale an output, int4 with one a group "
-        "of inputs; a CPU computes with int8 and int4, a GPU with fp8 and int8",
-        choices=("none", "fp8", "int8", "int4"),
+        "round weights at load: fp8 (E4M3, with the output head fp8-head) and int8 with a scale an "
+        "output, int4 with one a group of inputs; a CPU computes with int8 and int4, a GPU with "
+        "fp8 and int8",
+        choices=("none", "fp8", "fp8-head", "int8", "int4"),
     )
     quantize_group: int = setting(
         "int", 64, "inputs that share a scale of int4: 32, 64 or 128", low=32, high=128

@@ -21,9 +21,10 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # What ``quantize`` rounds, beside the output head and with it a tied embedding. Everything else
 # stays in floats: it is small (norms, biases, routers), or only looked up (an embedding that is not
 # tied). An error in the head goes straight into the logits: with int4 it has the smallest groups,
-# with fp8 it stays in floats.
+# with fp8 it stays in floats unless ``FP8_HEAD`` is asked for.
 ROUNDED = {"qkv", "output", "gate_up", "down", "expert_gate_up", "expert_down"}
 HEAD_GROUP = 32
+FP8_HEAD = "fp8-head"  # as ``fp8``, the output head as well
 FP8 = Storage(8, None, "float32", format="e4m3")
 
 
@@ -69,14 +70,14 @@ def storage_of(parameter: str, quantize: str, group: int) -> Storage | None:
 
     Args:
         parameter: its name; ``lm_head`` for an embedding that the output head is tied to.
-        quantize: ``none``, ``fp8`` and ``int8`` (a scale an output), ``int4`` (one for ``group``
-            inputs).
+        quantize: ``none``, ``fp8``, ``FP8_HEAD`` and ``int8`` (a scale an output), ``int4`` (one
+            for ``group`` inputs).
     """
     name = parameter.rpartition(".")[2]
     if quantize == "none" or name not in ROUNDED | {"lm_head"}:
         return None
-    if quantize == "fp8":
-        return FP8 if name != "lm_head" else None
+    if quantize in ("fp8", FP8_HEAD):
+        return FP8 if name != "lm_head" or quantize == FP8_HEAD else None
     if quantize == "int8":
         return Storage(8, None)
     return Storage(4, HEAD_GROUP if name == "lm_head" else group)
