@@ -15,7 +15,8 @@ import pytest
 
 GPU = Path(__file__).parents[2] / "benchmarks" / "gpu"
 CONTEXT = 272
-SAMPLING = {"_process_logits": 1, "_largest": 1, "_sample": 1, "_verify_drafts": 1}
+SAMPLING = {"_process_logits": 1, "_largest": 1, "_candidates": 1, "_sample": 1}
+SAMPLING |= {"_verify_drafts": 1}
 TORCH = {"copy_": 1, "index": 1}  # the hashes, and the hidden states that are sampled
 AROUND = {
     "_enter": 1,
@@ -60,7 +61,7 @@ def test_steps_launch_what_they_have_to(dense, rows: int) -> None:
     products = {1: FEW, 64: FEW | {"_round_rows": 1}}.get(rows, MANY)
     expected = step(28, A_LAYER | products, "gemm" if rows <= 64 else "mm")
     assert launches(dense[rows]) == expected
-    assert expected.total() == {1: 234, 64: 262}.get(rows, 290)
+    assert expected.total() == {1: 235, 64: 263}.get(rows, 291)
 
 
 def test_mixtures_launch_what_they_have_to() -> None:
@@ -93,7 +94,8 @@ def test_numbers_are_those_of_a_step(dense, rows: int) -> None:
     assert kernels["decode_kernel"]["operations"] == 28 * 4 * rows * CONTEXT * 28 * 128
     kv = 28 * rows * CONTEXT * 2 * 4 * 128 * 2
     assert kv < kernels["decode_kernel"]["read"] < 1.05 * kv
-    assert kernels["_largest"]["read"] == rows * 152_064 * 4
+    logits = rows * 152_064 * 4
+    assert logits <= kernels["_largest"]["read"] < 1.001 * logits
 
 
 def test_what_it_cannot_count_is_an_error() -> None:

@@ -24,6 +24,8 @@ EDGE = 1e-6  # of the mass: how close to a limit float32 weights may fall on its
 def _small_blocks(monkeypatch):
     monkeypatch.setattr(sample, "_SPAN", 128)
     monkeypatch.setattr(sample, "_BLOCK", 64)
+    monkeypatch.setattr(sample, "_SETS", 16)
+    monkeypatch.setattr(sample, "_REGION", 48)
     monkeypatch.setattr(sample, "_CANDIDATES", 64)
 
 
@@ -70,6 +72,21 @@ def test_tokens_are_those_of_the_plain_choice(seed, spread, temperature, top_k, 
     (draw,) = uniform(np.array([seed]), np.array([5]))
     assert finite
     assert token in acceptable(logits[0].cpu().numpy(), row, draw)
+
+
+@pytest.mark.parametrize("spread", [0.3, 2.0])
+def test_tokens_do_not_depend_on_where_they_are_ranked(spread, monkeypatch):
+    """In the list of all spans, in the row itself, and by thresholds of fewer sets."""
+    logits = spread * torch.randn(8, SIZE)
+    logits[:, :60] += 2.0  # most of what is kept lies in one span
+    row = [(1.0, 0.0, 0.9, 0.0), (1.0, 30.0, 1.0, 0.0), (0.7, 12.0, 0.8, 0.1), (0.0, 0.0, 1.0, 0.0)]
+    found = []
+    for sizes in ((16, 128, 256), (4, 48, 64), (16, 8, 64), (16, 48, 16)):
+        for name, size in zip(("_SETS", "_REGION", "_CANDIDATES"), sizes, strict=True):
+            monkeypatch.setattr(sample, name, size)
+        found.append(sampled(logits, 2 * row, range(8), range(8)))
+    assert found == [found[0]] * 4
+    assert len(set(found[0][0])) > 4
 
 
 @pytest.mark.parametrize("row", [(1.0, 5.0, 1.0, 0.0), (1.0, 0.0, 0.1, 0.0), (1.0, 5.0, 0.3, 0.0)])

@@ -1,7 +1,8 @@
 """Samples tokens on the device: ``reference_sampling.sample_rows`` without a sort.
 
 Tokens are ranked by their logits, as integers in the order of the floats. What top-k and top-p keep
-is found by bisection over these integers, on the few tokens that can be kept where there are few.
+is found by bisection over these integers, on the few tokens that can be kept where there are few:
+several programs a row write out those of a span each, one program chooses among them.
 Weights are summed as integers, so that no sum depends on its order and equal masses are equal.
 """
 
@@ -17,7 +18,9 @@ from weft.kernels.triton.launch import power_of_2
 
 _SPAN = 8192  # logits of one program that looks for the largest
 _BLOCK = 4096  # logits that a program looks at at once
-_CANDIDATES = 8192  # tokens of a row that are written out to be ranked; if more, the row is read
+_SETS = 64  # of a span, whose largest logits tell which tokens top-k can keep
+_REGION = 1024  # tokens of a span that are written out to be ranked
+_CANDIDATES = 8192  # tokens of a row that are; if there are more, the row itself is read
 
 _SETTINGS = tl.constexpr(len(SETTINGS))
 _TEMPERATURE = tl.constexpr(SETTINGS.index("temperature"))
@@ -158,11 +161,33 @@ def uniform(seed, counter):
 
 
 @triton.jit
+def _kth(ranks, wanted, low, high):
+    """The largest number in [low, high) that at least ``wanted`` ranks reach; ``low`` if none."""
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        enough = tl.sum((ranks >= middle).to(tl.int32), axis=0) >= wanted
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    return low
+
+
+@triton.jit
+def _is_cut(settings, row):
+    """Whether top-k or top-p cut a row, as far as its settings tell."""
+    settings += _SETTINGS * row
+    limited = (tl.load(settings + _TOP_K) > 0) | (tl.load(settings + _TOP_P) < 1.0)
+    return (tl.load(settings + _TEMPERATURE) > 0.0) & limited
+
+
+@triton.jit
 def _largest(
-    logits, stride, largest, indices, finite,
-    SIZE: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
+    logits, stride, settings, largest, indices, finite, sets,
+    SIZE: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr, SETS: tl.constexpr,
 ):  # fmt: skip
-    """The first of the largest logits of a span of a row, and whether all are finite."""
+    """The first of the largest logits of a span of a row, and whether all are finite.
+
+    Of a row that is cut also the largest of ``SETS`` disjoint sets, minus infinity of empty ones.
+    """
     row, span, spans = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     offset = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -180,17 +205,94 @@ def _largest(
     tl.store(largest + to, top)
     tl.store(indices + to, tl.min(tl.where(best == top, place, SIZE - 1), axis=0))
     tl.store(finite + to, tl.min(all_finite, axis=0))
+    if _is_cut(settings, row):
+        each = tl.max(tl.reshape(best, [SETS, BLOCK // SETS]), axis=1)
+        tl.store(sets + to * SETS + tl.arange(0, SETS), each)
+
+
+@triton.jit
+def _candidates(
+    logits, stride, settings, largest, all_finite, sets, lows, masses, counts, values, ids,
+    SIZE: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr, SPANS: tl.constexpr,
+    SPANS_BLOCK: tl.constexpr, SETS: tl.constexpr, SETS_BLOCK: tl.constexpr, REGION: tl.constexpr,
+):  # fmt: skip
+    """Write out those tokens of a span of a row that can be kept; how many, and the span's mass.
+
+    Their ids ascend. Counts above ``REGION`` tell that some have found no room. ``lows``: no token
+    of a lower rank is kept.
+    """
+    row, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    spans = tl.arange(0, SPANS_BLOCK)
+    part, there = row * SPANS + spans, spans < SPANS
+    is_finite = tl.min(tl.load(all_finite + part, mask=there, other=1), axis=0) > 0
+    if is_finite & _is_cut(settings, row):
+        settings += _SETTINGS * row
+        temperature = tl.load(settings + _TEMPERATURE).to(tl.float32)
+        temperature = tl.maximum(temperature, 1.1754943508222875e-38)  # which is never denormal
+        top_k = tl.load(settings + _TOP_K).to(tl.int64)
+        top_p = tl.load(settings + _TOP_P).to(tl.float64)
+        top_k = tl.where(top_k < SIZE, top_k, 0)
+        top = tl.max(tl.load(largest + part, mask=there, other=float("-inf")), axis=0)
+        number = tl.arange(0, SETS_BLOCK)
+        heads = tl.load(
+            sets + row * (SPANS * SETS) + number, mask=number < SPANS * SETS, other=float("-inf")
+        )
+        low = tl.full([], _LOWEST, tl.int64)
+        if top_k > 0:
+            low = _kth(_rank(heads), top_k, low, _rank(top).to(tl.int64) + 1)
+        # With top-p alone those of more than the mean of half of what is left out at the least.
+        known = tl.sum(_mass(_weight(heads, top, temperature)), axis=0)
+        left_out = ((1.0 - top_p) * known.to(tl.float64)).to(tl.int64)
+        least = tl.where(top_k > 0, -1, left_out // (2 * SIZE))
+        found = tl.zeros([], tl.int32)
+        total = tl.zeros([], tl.int64)
+        region = (row * SPANS + span) * REGION
+        for start in range(0, SPAN, BLOCK):
+            at = span * SPAN + start + tl.arange(0, BLOCK)
+            x = tl.load(logits + row * stride + at, mask=at < SIZE, other=float("-inf"))
+            mass = _mass(_weight(x, top, temperature))
+            total += tl.sum(mass, axis=0)
+            wanted = ((at < SIZE) & (_rank(x) >= low) & (mass > least)).to(tl.int32)
+            to = found + tl.cumsum(wanted, axis=0) - 1
+            fits = (wanted > 0) & (to < REGION)
+            tl.store(values + region + to, x, mask=fits)
+            tl.store(ids + region + to, at, mask=fits)
+            found += tl.sum(wanted, axis=0)
+        tl.store(counts + row * SPANS + span, found)
+        tl.store(masses + row * SPANS + span, total)
+        if span == 0:
+            tl.store(lows + row, low)
+
+
+@triton.jit
+def _gather(
+    values, ids, to_values, to_ids, counts, found, REGION: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Write the tokens of all spans of a row, ``counts`` of each, one after another.
+
+    BLOCK: of them at once, for each of which all spans are looked at.
+    """
+    ends = tl.cumsum(counts, axis=0)
+    start = tl.zeros([], tl.int32)
+    while start < found:
+        at = start + tl.arange(0, BLOCK)
+        passed = ends[None, :] <= at[:, None]
+        span = tl.sum(passed.to(tl.int32), axis=1)
+        before = tl.max(tl.where(passed, ends[None, :], 0), axis=1)
+        source = span * REGION + at - before
+        tl.store(to_values + at, tl.load(values + source, mask=at < found), mask=at < found)
+        tl.store(to_ids + at, tl.load(ids + source, mask=at < found), mask=at < found)
+        start += BLOCK
 
 
 @triton.jit
 def _sample(
-    logits, stride, largest, indices, all_finite, settings, seeds, counters, values, ids, tokens,
-    finite,
+    logits, stride, largest, indices, all_finite, settings, seeds, counters, lows, masses, counts,
+    parts, part_ids, values, ids, tokens, finite,
     SIZE: tl.constexpr, SPANS: tl.constexpr, SPANS_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
-    CANDIDATES: tl.constexpr,
+    REGION: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    offset = tl.arange(0, BLOCK)
     span = tl.arange(0, SPANS_BLOCK)
     part, there = row * SPANS + span, span < SPANS
     best = tl.load(largest + part, mask=there, other=float("-inf"))
@@ -217,39 +319,18 @@ def _sample(
         listed = tl.full([], 0, tl.int32) > 0
         if (top_k > 0) | (top_p < 1.0):
             end = _rank(top).to(tl.int64) + 1
-            # Candidates: at least the k-th of the largest logits of some disjoint sets.
-            most = tl.full([BLOCK], float("-inf"), tl.float32)
-            masses = tl.zeros([BLOCK], tl.int64)
-            for start in range(0, SIZE, BLOCK):
-                x = tl.load(
-                    source + start + offset, mask=start + offset < SIZE, other=float("-inf")
-                )
-                most = tl.maximum(most, x)
-                masses += _mass(_weight(x, top, temperature))
-            total = tl.sum(masses, axis=0)
-            if (top_k > 0) & (top_k <= BLOCK):
-                tl.store(values + offset, most)
-                tl.debug_barrier()
-                low, high, _, _, _ = _cut(
-                    values, BLOCK, low, end, top_k, _ALL, top, temperature, BLOCK
-                )
-                tl.debug_barrier()
-            # With top-p alone those of more than the mean of half of what is left out.
-            left_out = ((1.0 - top_p) * total.to(tl.float64)).to(tl.int64)
-            least = tl.where(top_k > 0, -1, left_out // (2 * SIZE))
-            found = tl.zeros([], tl.int32)
-            for start in range(0, SIZE, BLOCK):
-                at = start + offset
-                x = tl.load(source + at, mask=at < SIZE, other=float("-inf"))
-                mass = _mass(_weight(x, top, temperature))
-                wanted = ((at < SIZE) & (_rank(x) >= low) & (mass > least)).to(tl.int32)
-                to = found + tl.cumsum(wanted, axis=0) - 1
-                fits = (wanted > 0) & (to < CANDIDATES)
-                tl.store(values + to, x, mask=fits)
-                tl.store(ids + to, at, mask=fits)
-                found += tl.sum(wanted, axis=0)
+            low = tl.load(lows + row)
+            total = tl.sum(tl.load(masses + part, mask=there, other=0), axis=0)
+            count = tl.load(counts + part, mask=there, other=0)
+            found = tl.sum(count, axis=0)
+            listed = (found <= CANDIDATES) & (tl.max(count, axis=0) <= REGION)
+            if listed:
+                first = row * SPANS * REGION
+                _gather(
+                    parts + first, part_ids + first, values, ids, count, found,
+                    REGION, BLOCK // SPANS_BLOCK,
+                )  # fmt: skip
             tl.debug_barrier()
-            listed = found <= CANDIDATES
             source = tl.where(listed, values, source)
             size = tl.where(listed, found, size)
             ties = tl.zeros([], tl.int64)
@@ -294,20 +375,34 @@ def sample(
         raise ValueError(f"cannot choose from {list(logits.shape)} of {logits.dtype}")
     if rows == 0:
         return
-    spans = triton.cdiv(size, _SPAN)
-    device = logits.device
+    spans, device = triton.cdiv(size, _SPAN), logits.device
+    most = min(_CANDIDATES, power_of_2(size))
     largest = torch.empty((rows, spans), dtype=torch.float32, device=device)
     indices = torch.empty((rows, spans), dtype=torch.int32, device=device)
-    all_finite = torch.empty_like(indices)
-    values = torch.empty((rows, _CANDIDATES), dtype=torch.float32, device=device)
-    ids = torch.empty((rows, _CANDIDATES), dtype=torch.int32, device=device)
+    all_finite, counts = torch.empty_like(indices), torch.empty_like(indices)
+    sets = torch.empty((rows, spans, _SETS), dtype=torch.float32, device=device)
+    masses = torch.empty((rows, spans), dtype=torch.int64, device=device)
+    lows = torch.empty(rows, dtype=torch.int64, device=device)
+    parts, values = (
+        torch.empty((rows, length), dtype=torch.float32, device=device)
+        for length in (spans * _REGION, most)
+    )
+    part_ids, ids = (
+        torch.empty(of.shape, dtype=torch.int32, device=device) for of in (parts, values)
+    )
+    settings, block = settings.contiguous(), min(_BLOCK, _SPAN)
+    sizes = {"SIZE": size, "SPANS": spans, "SPANS_BLOCK": power_of_2(spans)}
     _largest[(rows, spans)](
-        logits, logits.stride(0), largest, indices, all_finite, SIZE=size, SPAN=_SPAN,
-        BLOCK=min(_BLOCK, _SPAN), num_warps=8, num_stages=2,
+        logits, logits.stride(0), settings, largest, indices, all_finite, sets, SIZE=size,
+        SPAN=_SPAN, BLOCK=block, SETS=_SETS, num_warps=8, num_stages=2,
+    )  # fmt: skip
+    _candidates[(rows, spans)](
+        logits, logits.stride(0), settings, largest, all_finite, sets, lows, masses, counts, parts,
+        part_ids, **sizes, SPAN=_SPAN, BLOCK=block, SETS=_SETS,
+        SETS_BLOCK=power_of_2(spans * _SETS), REGION=_REGION, num_warps=8, num_stages=2,
     )  # fmt: skip
     _sample[(rows,)](
-        logits, logits.stride(0), largest, indices, all_finite, settings.contiguous(),
-        seeds.contiguous(), counters.contiguous(), values, ids, tokens, finite, SIZE=size,
-        SPANS=spans, SPANS_BLOCK=power_of_2(spans), BLOCK=_BLOCK, CANDIDATES=_CANDIDATES,
-        num_warps=16, num_stages=2,
+        logits, logits.stride(0), largest, indices, all_finite, settings, seeds.contiguous(),
+        counters.contiguous(), lows, masses, counts, parts, part_ids, values, ids, tokens, finite,
+        **sizes, BLOCK=_BLOCK, REGION=_REGION, CANDIDATES=most, num_warps=16, num_stages=2,
     )  # fmt: skip
