@@ -86,10 +86,12 @@ def test_the_report_says_what_halves_gain() -> None:
     assert "steps are split where that gains: with 66 programs they take" in words
     found["gain"] = 1.02
     assert "steps run whole" in format_report(report, KEY)
+    report["interference"] = {"problem": "Halves of steps were not measured."}
+    assert "Halves of steps were not measured." in format_report(report, KEY)
 
 
 def test_an_engine_without_room_for_such_steps_is_told() -> None:
-    with pytest.raises(ProfileError, match="set overlap to off"):
+    with pytest.raises(ProfileError, match="too little arithmetic or too little attention"):
         halved_steps(replace(ROOM, rows=2, tokens=32, longest=64), DEVICE)
 
 

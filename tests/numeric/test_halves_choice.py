@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +10,7 @@ import pytest
 from halved import SIZES, use_halves
 from test_graphs import packaged
 
+from weft.batch.choice import choose_order
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError
 from weft.cost.curves import Curve
@@ -156,9 +157,24 @@ def test_an_engine_measures_its_halves(monkeypatch) -> None:
     assert [speeds.programs for speeds in fitted.interference.at] == [2, 0]
     assert [row["programs"] for row in report["interference"]["limits"]] == [2, 0]
     assert counts["captured"] + counts["uncaptured"] > 100
+    shapes = replace(known, coefficients=dict.fromkeys(FEATURES, 0.0))
+    monkeypatch.setattr(profiling, "profile", lambda *_: (shapes, {}))
+    _, fitted, report = profile_engine(config, SimpleNamespace(repeats=2))
+    assert fitted.interference is None
+    assert "too little attention" in report["interference"]["problem"]
+
+
+def test_a_batch_is_blended_where_steps_overlap(monkeypatch) -> None:
+    """By what the engine says of itself."""
+    use_halves(monkeypatch)
     with packaged(resident="off") as llm:
-        assert llm.engine.served.halves == "split"
+        served = llm.engine.served
+        assert served.halves == "split"
         assert llm.engine.built.resolved.half_sizes == SIZES
+    chosen = choose_order("auto", asdict(served), forecast=True, weighed=True)
+    assert chosen.kind == "blend"
+    whole = asdict(replace(served, overlaps=False))
+    assert choose_order("auto", whole, forecast=True, weighed=True).kind == "dfs"
 
 
 def test_a_gpu_is_profiled_with_halves(monkeypatch) -> None:

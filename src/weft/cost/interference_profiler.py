@@ -63,12 +63,12 @@ def halved_steps(room: StepRoom, fitted: Fitted) -> list[HalvedStep]:
     """Prompts beside decodes, and decodes beside decodes, in which either part may be the longer.
 
     Raises:
-        ProfileError: the engine has no room for enough of them.
+        ProfileError: there are too few of them.
     """
     made: list[HalvedStep] = []
     most = min(room.rows, room.tokens // 2)
     contexts = sorted({room.longest // 4, room.longest // 2, room.longest - 1})
-    for share, context, chunk in product((1, 2, 4), contexts, (8, 2, 1)):
+    for share, context, chunk in product((1, 2, 4), contexts, (4, 1)):
         decodes = (StepRow(context, 1),) * max(1, most // share - 1)
         tokens = min(room.longest, (room.tokens - len(decodes)) // chunk)
         if tokens > 1:
@@ -78,9 +78,9 @@ def halved_steps(room: StepRoom, fitted: Fitted) -> list[HalvedStep]:
     found = [step for step in held if _has_both(fitted, step)]
     if len(found) < LEAST_STEPS:
         raise ProfileError(
-            "halves cannot be measured: steps of this engine have too little arithmetic or too "
-            "little attention; raise max_num_seqs, max_num_batched_tokens or kv_memory, or set "
-            "overlap to off"
+            "Halves of steps were not measured: with these settings steps have too little "
+            "arithmetic or too little attention; raise max_num_seqs, max_num_batched_tokens or "
+            "kv_memory."
         )
     return found
 
@@ -131,7 +131,7 @@ def profile_interference(
         fitted to, and every point.
 
     Raises:
-        ProfileError: there is no room for such steps, or one took no time.
+        ProfileError: steps have too little of either, or one took no time.
     """
     steps = halved_steps(room, fitted)
     stage = HalvesStage(run, room)
@@ -145,7 +145,7 @@ def profile_interference(
             limit(programs)
             points = []
             for step in steps:
-                points.append(stage.measure_both(step, options.repeats))
+                points.append(stage.measure_both(step, max(2, options.repeats // 2)))
                 bar.update()
             found.append(fit_speeds(fitted, programs, points))
             reports.append(_report(fitted, found[-1], points))

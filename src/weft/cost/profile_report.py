@@ -39,7 +39,9 @@ def format_report(report: Mapping[str, Any], key: ProfileKey) -> str:
 
 
 def _interference_lines(report: Mapping[str, Any]) -> list[str]:
-    """What was measured of steps in halves."""
+    """What was measured of steps in halves, or why nothing was."""
+    if "problem" in report:
+        return [report["problem"]]
     lines = [
         "dense layers of a half beside decode attention of the other, as shares of their speeds",
         f"{'programs of attention':24}{'dense':>9}{'attention':>11}{'alone':>9}"

@@ -9,13 +9,16 @@ from typing import Any
 
 from weft.core.config import EngineConfig
 from weft.core.config_rules import excludes_halves
+from weft.core.errors import ProfileError
 from weft.cost.fit import Fitted, ProfileKey
 from weft.cost.host_profiler import profile_host
+from weft.cost.interference import Interference
 from weft.cost.interference_profiler import profile_interference
 from weft.cost.options import ProfileOptions
 from weft.cost.profiler import profile
+from weft.cost.steps import StepRoom
 from weft.cost.work import Work
-from weft.engine.build import build_engine
+from weft.engine.build import Engine, build_engine
 from weft.engine.costs import profile_key
 from weft.engine.devices import is_cpu, pick_device
 from weft.engine.halves import attention_limits
@@ -70,17 +73,25 @@ def profile_engine(
         if room.host is not None:
             costs, report["host"] = profile_host(run, room, fitted, options, load_aware_splits)
             fitted = replace(fitted, hosts={room.host.name: costs})
-        limit = getattr(engine.executor, "limit_attention", None)
-        if engine.resolved.half_sizes is not None and limit is not None:
-            found, report["interference"] = profile_interference(
-                run.run,
-                room,
-                fitted,
-                lambda programs: limit(programs or None),
-                attention_limits(engine.model.device),
-                options,
-            )
+        if engine.resolved.half_sizes is not None:
+            found, report["interference"] = _measure_halves(engine, run, room, fitted, options)
             fitted = replace(fitted, interference=found)
     finally:
         engine.close()
     return key, fitted, report
+
+
+def _measure_halves(
+    engine: Engine, run: HostTimer, room: StepRoom, fitted: Fitted, options: ProfileOptions
+) -> tuple[Interference | None, dict[str, Any]]:
+    """What halves slow each other down to, and the report; None and why if steps are too small."""
+    executor: Any = engine.executor  # a graph executor, as only these have halves
+
+    def limit(programs: int) -> None:
+        executor.limit_attention(programs or None)
+
+    limits = attention_limits(engine.model.device)
+    try:
+        return profile_interference(run.run, room, fitted, limit, limits, options)
+    except ProfileError as error:
+        return None, {"problem": error.message}
