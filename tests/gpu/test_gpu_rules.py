@@ -7,6 +7,7 @@ launched, but all that they are given must be on the device.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -27,8 +28,9 @@ from weft.core.types import SamplingParams
 from weft.exec.device import tensor_memory
 from weft.exec.functions import StepFunctions
 from weft.exec.grammar import GrammarRows
+from weft.exec.halves_pass import HalvesSetup
 from weft.exec.input_batch import MOST_EDITS, InputBatch
-from weft.exec.step_layout import LaneSizes, sample_layout
+from weft.exec.step_layout import LaneSizes, PairSizes, sample_layout
 from weft.exec.step_packer import StepPacker
 from weft.exec.store import KVStore
 from weft.kernels.arrays import dtype_name
@@ -107,7 +109,11 @@ def decoder_of(name: str, dtype: torch.dtype, quantize: str) -> Decoder:
 
 
 def functions_of(
-    decoder: Decoder, kv_dtype: torch.dtype, tokens: int, lanes: int = 0
+    decoder: Decoder,
+    kv_dtype: torch.dtype,
+    tokens: int,
+    lanes: int = 0,
+    halves: HalvesSetup | None = None,
 ) -> StepFunctions:
     groups = decoder.spec.kv_groups
     kind, memory = dtype_name(kv_dtype), tensor_memory(str(GPU))
@@ -120,12 +126,20 @@ def functions_of(
         exchange_memory=lambda size, dtype: torch.zeros(size, dtype=dtype, device=GPU),
         fork=nullcontext,
         rejoin=lambda: None,
+        branch=branch,
     )
     windows = [group.window for group in groups]
     sizes = LaneSizes(decoder.spec.num_layers, lanes, ROWS) if lanes else None
-    packer = StepPacker(table, BLOCK_SIZE, windows, host, tokens, (1, 16, 128), sizes)
+    pairs = None if halves is None else PairSizes.halves(halves.sizes)
+    packer = StepPacker(table, BLOCK_SIZE, windows, host, tokens, (1, 16, 128), sizes, pairs)
     state = RowState.empty(ROWS, MOST_EDITS, decoder.spec.vocab_size, GPU)
-    return StepFunctions(decoder, store, packer, host, state)
+    return StepFunctions(decoder, store, packer, host, state, halves)
+
+
+def branch(body: Callable[[], Tensor]) -> SimpleNamespace:
+    """Run a branch at once."""
+    found = body()
+    return SimpleNamespace(join=lambda: found)
 
 
 KINDS = [
@@ -168,6 +182,24 @@ def test_steps_with_lanes_need_nothing_of_the_host(kind, launches) -> None:
     lanes = [name for name in launches if name.endswith("_lanes")]
     assert lanes[:4] == ["_keep_lanes", "_send_lanes", "_choose_lanes", "_join_lanes"]
     assert len(lanes) == 4 * 4 * layers
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind)))
+def test_halves_need_nothing_of_the_host_and_launch_what_whole_steps_do(kind, launches) -> None:
+    """Each half the kernels of a whole step of its size, attention with few programs."""
+    name, dtype, quantize, kv = kind
+    decoder = decoder_of(name, dtype, quantize)
+    setup = HalvesSetup((16, 128), 2)
+    functions = functions_of(decoder, KV_DTYPES.get(kv, dtype), 256, halves=setup)
+    for sizes in ((16, 128), (128, 128)):
+        for size in sizes:
+            functions.forward(functions._packer.forward_layout(size), None)
+        whole = Counter(launches)
+        launches.clear()
+        with OnlyOnTheDevice():
+            functions.overlapped(sizes, None)
+        assert Counter(launches) == whole
+        launches.clear()
 
 
 @pytest.mark.parametrize(
