@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from weft.kernels.arrays import dtype_name
 from weft.kernels.interface import OpTable
 from weft.models.decoder import Decoder
+from weft.models.host_part import HostPart
 from weft.models.layout import parameters, storage_of
 from weft.models.spec import ModelSpec
 from weft.models.spec_reader import spec_from_config
@@ -48,6 +50,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "intermediate_size": 128, "vocab_size": 512, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
         "max_position_embeddings": 2048, "tie_word_embeddings": False, "hidden_act": "silu",
     },
+    "tiny-moe": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 128,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 128, "moe_intermediate_size": 64, "num_experts": 8,
+        "num_experts_per_tok": 2, "norm_topk_prob": True, "vocab_size": 512, "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4, "max_position_embeddings": 2048, "tie_word_embeddings": False,
+        "hidden_act": "silu",
+    },
 }  # fmt: skip
 DEVIATION = 0.02  # of the weights, as models are initialised
 
@@ -65,10 +75,20 @@ def shape(name: str, max_model_len: int, layers: int | None = None) -> ModelSpec
 
 
 def random_decoder(
-    spec: ModelSpec, dtype: torch.dtype, device: torch.device, ops: OpTable, quantize: str
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    ops: OpTable,
+    quantize: str,
+    host: HostPart | None = None,
 ) -> Decoder:
-    """A decoder with random weights, quantised as ``load_model`` would."""
+    """A decoder with random weights, quantised as ``load_model`` would.
+
+    Args:
+        host: the experts that lie on the host; they have the numbers that they would have here.
+    """
     weights: dict[str, Any] = {}
+    on_device, by_name = ops, partial(storage_of, quantize=quantize, group=64)
     generator = torch.Generator(device).manual_seed(1)
     for parameter in parameters(spec, stacked_experts=True):
         tied = parameter.name == "embed" and spec.tied_embeddings
@@ -78,7 +98,10 @@ def random_decoder(
             tensor.fill_(1.0 if "norm" in name else 0.0)
         else:
             tensor.normal_(0, DEVIATION, generator=generator)
-        storage = storage_of(name, quantize, 64)
+        ops, rounding = on_device, by_name
+        if host is not None and host.has(name):
+            ops, rounding, tensor = host.ops, host.rounding, tensor.cpu()
+        storage = rounding(name)
         if storage is None or ops.quantise is None:
             weights[parameter.name] = ops.pack(name, tensor)
             continue
@@ -87,4 +110,6 @@ def random_decoder(
         for matrix, rows in zip(found, tensor, strict=True) if several else [(found, tensor)]:
             matrix.write(0, rows)
         weights[parameter.name] = found
-    return Decoder(spec, weights, ops)
+    if host is not None:
+        weights |= host.hosted(spec, weights)
+    return Decoder(spec, weights, on_device)

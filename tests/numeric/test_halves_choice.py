@@ -21,6 +21,7 @@ from weft.engine.halves import choose_halves
 from weft.engine.info import collect_info, format_info
 from weft.engine.model import find_model, resolve_settings
 from weft.engine.profiling import profile_engine, profiled_config
+from weft.models.host_part import HostPart
 
 GAINING = Speeds(33, 0.8, 0.7, 0.9, 1e-4, 1.25)
 COSTS = dict.fromkeys(FEATURES, 0.0) | {"decode_context": 1e-8}
@@ -93,6 +94,16 @@ def test_without_a_profile_only_on_splits(model, tmp_path) -> None:
     assert on.rule.speeds is on.programs is None
     assert on.why.startswith("steps from 256 tokens on run in halves, unmeasured: There is no")
     assert choose_halves(config_of(path, overlap="off"), model) == halves.HalvesChoice()
+
+
+def test_layers_that_wait_for_experts_on_the_host_are_not_halved(model, tmp_path) -> None:
+    path = tmp_path / "profile.json"
+    hosting = replace(model, host=HostPart(frozenset({1}), model.ops, lambda _: None))
+    found = choose_halves(config_of(path), hosting)
+    assert found.rule is None
+    assert "experts on the host" in found.why
+    with pytest.raises(ConfigError, match="with host_experts each layer waits"):
+        choose_halves(config_of(path, overlap="on"), hosting)
 
 
 @pytest.mark.parametrize(

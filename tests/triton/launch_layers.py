@@ -6,6 +6,7 @@ import torch
 
 from weft.kernels.advance import LeaseBounds, StepBuffer
 from weft.kernels.block_arrays import BlockArrays, block_pairs
+from weft.kernels.hosted import HostWord
 from weft.kernels.kv_storage import KV_DTYPES, row_size
 from weft.kernels.lanes import MOST_LOOKS, LaneOutbox, LaneState, TicketRule
 from weft.kernels.sampling import SETTINGS, RowState, SampleBatch
@@ -14,6 +15,7 @@ from weft.kernels.triton import (
     advance,
     blocks,
     embedding,
+    hosted,
     lanes,
     norm,
     process_logits,
@@ -109,6 +111,8 @@ def launch_lanes(dtype: torch.dtype) -> None:
         line = torch.zeros(tokens, dtype=torch.int64)
         lanes.wait_for_lanes(state, line, number, number, MOST_LOOKS)
     lanes.receive_lanes(state, line[:TOKENS], attended)
+    word = HostWord(number, number)
+    hosted.await_answer(word, number, word, MOST_LOOKS)
 
 
 def launch_choice() -> None:

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from weft.core.class_table import class_table
-from weft.core.config_rules import check_host_attention, check_kv_disk, check_overlap, check_sizes
+from weft.core.config_rules import (
+    check_host_attention,
+    check_host_experts,
+    check_kv_disk,
+    check_overlap,
+    check_sizes,
+)
 from weft.core.errors import ConfigError, suggest
 from weft.core.kv_types import KV_TYPES, describe_kv_types
 from weft.core.logs import FORMATS, LEVELS
@@ -113,11 +119,24 @@ class EngineConfig:
     quantize_group: int = setting(
         "int", 64, "inputs that share a scale of int4: 32, 64 or 128", low=32, high=128
     )
+    host_experts: str = setting(
+        "str",
+        "none",
+        "device cuda: layers whose routed experts stay in memory of the host, where the threads "
+        "compute them: none, all, a number (the last ones), or auto, as many as the device has no "
+        "room for; weft info predicts the speed",
+    )
+    host_quantize: str = setting(
+        "str",
+        "auto",
+        "how those experts are rounded: int8, int4, or none; auto is as quantize says",
+        choices=("auto", "none", "int8", "int4"),
+    )
     packed_cache: int = setting(
         "bytes",
         20 * 2**30,
-        "device cpu: size of the folder where packed weights are kept, so that later starts and "
-        "other processes map them; what was used longest ago makes room",
+        "device cpu, and experts on the host: size of the folder where packed weights are kept, so "
+        "that later starts and other processes map them; what was used longest ago makes room",
         low=0,
         off=True,
     )
@@ -341,6 +360,7 @@ class EngineConfig:
         check_kv_disk(self)
         check_host_attention(self)
         check_overlap(self)
+        check_host_experts(self)
         for name in ("tokenizer", "chat_template"):
             path = getattr(self, name)
             if path is not None and not Path(path).exists():
@@ -366,6 +386,11 @@ class EngineConfig:
     def num_host_threads(self) -> int:
         """Threads that attend on the host; 0 where none do."""
         return (self.host_threads or 1) if self.attends_on_host else 0
+
+    @property
+    def expert_rounding(self) -> str:
+        """How experts on the host are rounded."""
+        return self.quantize if self.host_quantize == "auto" else self.host_quantize
 
     def ring_sizes(self, requests: int = 0) -> tuple[int, int]:
         """Slots and bytes of memory of the ring of a request plane.

@@ -122,6 +122,44 @@ def check_host_attention(config: EngineConfig) -> None:
         )
 
 
+def check_host_experts(config: EngineConfig) -> None:
+    """Raise ConfigError if experts cannot lie on the host beside other settings."""
+    wish = config.host_experts
+    if wish not in ("none", "auto", "all") and not (wish.isdecimal() and int(wish) > 0):
+        raise ConfigError(
+            f"host_experts is none, auto, all or a number of layers from 1 on, not '{wish}'.",
+            param="host_experts",
+        )
+    if wish == "none":
+        if config.host_quantize != "auto":
+            raise ConfigError(
+                "host_quantize is for experts on the host, and there are none; set host_experts, "
+                "or leave it out.",
+                param="host_quantize",
+            )
+        return
+    reason = ""
+    if config.tensor_parallel > 1:
+        reason = f"tensor_parallel is {config.tensor_parallel}, and each rank would have its own"
+    elif config.attends_on_host:
+        reason = (
+            f"scheduler {config.scheduler} has the host attend, too, and steps wait for one of them"
+        )
+    elif config.kernels == "reference":
+        reason = "kernels is 'reference', which computes everything on the device"
+    elif config.expert_rounding.startswith("fp8"):
+        raise ConfigError(
+            "A CPU does not compute with fp8, so experts on the host are not rounded as quantize "
+            "says; set host_quantize to int8, int4 or none.",
+            param="host_quantize",
+        )
+    if reason:
+        raise ConfigError(
+            f"host_experts cannot be used here: {reason}; leave one of them out.",
+            param="host_experts",
+        )
+
+
 def _check_places(config: EngineConfig) -> None:
     """Raise ConfigError if remote places are named wrongly, or twice."""
     named = [parse_address(address, "attend") for address in config.attend]

@@ -43,6 +43,7 @@ class Facts:
         weight_bytes: memory of the weights, of the largest part where the model is cut.
         available_bytes: memory that is free for one rank before the weights are loaded.
         workspace_bytes: what steps need there beside weights and KV, captured ones included.
+        host_weight_bytes: memory of the host for weights that are not on the device.
         kv_share: of what is left beside both, how much the KV takes unless that is set.
     """
 
@@ -51,6 +52,7 @@ class Facts:
     available_bytes: int
     groups: tuple[GroupFacts, ...]
     workspace_bytes: int = 0
+    host_weight_bytes: int = 0
     kv_share: float = HOST_KV_SHARE
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from weft.core.config import EngineConfig
 from weft.core.grammar import grammar_tokenizer
 from weft.core.kv_types import cache_dtype
+from weft.core.logs import notice
 from weft.core.ports import Executor
 from weft.core.resolved import ResolvedConfig
 from weft.core.schedulers import SCHEDULERS, scheduler_name
@@ -26,6 +27,7 @@ from weft.engine.devices import (
     Stopwatch,
     allocating,
     describe_executor,
+    device_name,
     is_cpu,
     is_resident,
     kv_memory,
@@ -33,6 +35,7 @@ from weft.engine.devices import (
     pick_device,
 )
 from weft.engine.halves import choose_halves
+from weft.engine.host_experts import kept_settings, predicted_lines, set_host_threads
 from weft.engine.host_tier import counted
 from weft.engine.idle import IdleMemory
 from weft.engine.kept_kv import KeptKV, KVFile, map_kept_kv
@@ -233,6 +236,9 @@ def build_engine(
         model, resolved = resolve_settings(config, returning_bytes, halves=True)
         resolved = halves.applied(resolved)
     check_host_memory(config, model, resolved)
+    facts, name = model.facts, device_name(model.device)
+    for line in predicted_lines(config, model.spec, model.dtype, facts, model.host, name):
+        notice(line)
     if resolved.limited_by_memory:
         logger.warning(
             "The KV memory holds %d tokens, so max_model_len is %d instead of the model's %d; "
@@ -251,7 +257,7 @@ def build_engine(
     grammars = Grammars(lambda: _grammar_tokenizer(config, model))
     rows = GrammarRows(grammars)
     threads = plan_threads(config, this_machine())
-    kept = _kept_weights(config, threads, patience_s)
+    kept = _kept_weights(config, model, threads, patience_s)
     with allocating(f"KV ({format_bytes(resolved.kv_bytes)})", FOR_KV):
         kept_kv = map_kept_kv(kv_file, config, resolved, model, threads.spread)
     executor: Executor
@@ -311,7 +317,7 @@ def build_rank(config: EngineConfig, task: Task) -> Executor:
         # Nothing is planned here, so nothing is gained by steps in flight on a CPU.
         config = replace(config, steps_in_flight=0)
     threads = plan_threads(config, this_machine(), task.rank)
-    kept = _kept_weights(config, threads)
+    kept = _kept_weights(config, model, threads)
     executor = _executor(
         config, task.resolved, _among(model, group), rows, Stopwatch(), kept, threads
     )
@@ -321,15 +327,18 @@ def build_rank(config: EngineConfig, task: Task) -> Executor:
 
 
 def _kept_weights(
-    config: EngineConfig, threads: ThreadPlan, patience_s: float = 0.0
+    config: EngineConfig, model: Model, threads: ThreadPlan, patience_s: float = 0.0
 ) -> KeptWeights | None:
     """Where the packed weights are kept; None where that is switched off."""
     if not config.packed_cache:
         return None
     rounded = "" if config.quantize == "none" else f"/{config.quantize_group}"
+    settings = {"quantize": f"{config.quantize}{rounded}"}
+    if model.host is not None:
+        settings = kept_settings(config, model.host)
     return KeptWeights(
         PackedCache(config.packed_cache, nodes=threads.spread),
-        {"quantize": f"{config.quantize}{rounded}"},
+        settings,
         verify=config.verify_weights,
         patience_s=patience_s,
     )
@@ -360,6 +369,8 @@ def _executor(
     watch.mark("settings")
     ahead = compile_ahead(config, resolved, model, model.ops.ranks.rank)
     set_threads(threads, model.ops)
+    if model.host is not None:
+        set_host_threads(config)
     within = partial(allocating, ranks=model.ops.ranks)
     with within(f"the weights ({format_bytes(model.facts.weight_bytes)})", FOR_WEIGHTS):
         decoder = load_model(
@@ -369,6 +380,7 @@ def _executor(
             ops=model.ops,
             rounding=partial(storage_of, quantize=config.quantize, group=config.quantize_group),
             kept=kept,
+            host=model.host,
         )
     watch.mark("weights")
     if ahead is not None:

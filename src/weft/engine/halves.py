@@ -59,6 +59,14 @@ def choose_halves(config: EngineConfig, model: Model) -> HalvesChoice:
         return HalvesChoice()
     if why := excludes_halves(config):
         return HalvesChoice(f"steps run whole: {why}")
+    if model.host is not None:
+        if config.overlap == "on":
+            raise ConfigError(
+                "overlap 'on' computes steps in two halves, but with host_experts each layer waits "
+                "for the host; leave one of them out.",
+                param="overlap",
+            )
+        return HalvesChoice("steps run whole: each layer waits for experts on the host")
     most = config.max_num_batched_tokens
     captured = captured_sizes(most, sizes_for(config.max_num_seqs)) if config.graphs else ()
     sizes = tuple(size for size in half_sizes(captured) if size <= most)

@@ -20,6 +20,7 @@ from weft.cost.fit import profile_path
 from weft.engine.costs import describe_host_costs, measured_costs, profile_key
 from weft.engine.devices import device_name, free_memory, is_cpu
 from weft.engine.halves import choose_halves
+from weft.engine.host_experts import predicted_lines
 from weft.engine.host_tier import describe_host_attention
 from weft.engine.machine import cpu_name, usable_cores
 from weft.engine.model import Model, check_host_memory, describe_kernels, find_model
@@ -135,6 +136,10 @@ def _memory_facts(config: EngineConfig, model: Model) -> dict[str, Any]:
         "kv_dtype": config.kv_name(model.dtype),
         "kv_bytes_per_token": sum(group.bytes_per_token for group in facts.groups),
         "largest_context": largest_context(config, facts),
+        "host_weight_bytes": facts.host_weight_bytes,
+        "host_experts": predicted_lines(
+            config, model.spec, model.dtype, facts, model.host, device_name(model.device)
+        ),
     }
     try:
         resolved = resolve(config, facts)
@@ -174,6 +179,7 @@ def format_info(info: dict[str, Any]) -> str:
         ("", f"stored as {_stored_words(model)}, computed in {model['dtype']}"),
         ("tokenizer", model["tokenizer"]),
         ("weights", f"{format_bytes(memory['weight_bytes'])}{share}"),
+        *[("" if at else "offload", line) for at, line in enumerate(memory["host_experts"])],
         ("workspace", format_bytes(memory["workspace_bytes"])),
         (
             "KV cache",

@@ -295,7 +295,7 @@ def compile_ahead(
         KernelFolder(Path(request.folder)).foreign(kernel_cache.maker(gpu)),
         kernel_cache.note_late(),
     )
-    if not config.graphs:
+    if not config.graphs or model.host is not None:  # what waits for the host is found as it runs
         return found
     kept = found.folder.kept(found.start)
     if kept is not None:

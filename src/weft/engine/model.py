@@ -20,6 +20,7 @@ from weft.core.resolved import (
 )
 from weft.core.settings import format_bytes
 from weft.engine.devices import free_memory, is_cpu, pick_device
+from weft.engine.host_experts import check_fits_host, place_experts
 from weft.engine.host_tier import check_attends_on_host
 from weft.engine.machine import has_fast_bfloat16
 from weft.engine.weights import check_heads, check_launches, check_storage, stored_weights
@@ -31,6 +32,7 @@ from weft.kernels.ops import OP_DTYPES, TUNED, select_ops
 from weft.kernels.unavailable import KernelUnavailable
 from weft.models.fused import describe_layers
 from weft.models.generation import GenerationDefaults, read_generation_defaults
+from weft.models.host_part import HostPart
 from weft.models.hub import resolve_model
 from weft.models.layout import weight_bytes
 from weft.models.shard import Shard, shard_spec
@@ -49,6 +51,7 @@ class Model:
         source: a model folder, or a GGUF file.
         rank_spec: what each rank computes; the same as ``spec`` where the model is not cut.
         facts: of one rank.
+        host: the experts that stay on the host of the device; None for none.
         dtype: name of the dtype of weights and KV.
     """
 
@@ -60,6 +63,7 @@ class Model:
     facts: Facts
     ops: OpTable
     device: str
+    host: HostPart | None = None
 
     @property
     def folder(self) -> Path:
@@ -142,9 +146,10 @@ def find_model(
         ),
         kv_share=HOST_KV_SHARE if on_host else DEVICE_KV_SHARE,
     )
+    facts, host = place_experts(config, spec, dtype, ops, facts)
     folder = source.parent if source.is_file() else source
     defaults = read_generation_defaults(folder)
-    return Model(source, spec, rank_spec, defaults, dtype, facts, ops, device)
+    return Model(source, spec, rank_spec, defaults, dtype, facts, ops, device, host)
 
 
 def resolve_settings(
@@ -170,7 +175,7 @@ def resolve_settings(
 
 
 def check_host_memory(config: EngineConfig, model: Model, resolved: ResolvedConfig) -> None:
-    """Check that the host has the memory for the KV of its tier, of all ranks.
+    """Check that the host has the memory for experts and for the KV of its tier, of all ranks.
 
     Before any of them takes its part, as the others would find that much less. On a CPU the weights
     and the KV of the device take theirs from the same memory.
@@ -184,6 +189,8 @@ def check_host_memory(config: EngineConfig, model: Model, resolved: ResolvedConf
         where = "beside weights and KV the host has"
     else:
         free, where = available_memory() // ranks, "the host has"
+    check_fits_host(facts, free)
+    free -= facts.host_weight_bytes
     if each > free:
         rank = " for each rank" if ranks > 1 else ""
         raise OutOfMemoryError(
@@ -206,6 +213,8 @@ def describe_kernels(config: EngineConfig, model: Model) -> dict[str, dict[str, 
             found[op]["kv_dtype"] = config.kv_name(model.dtype)
         if ops.tuning is not None:
             found[op]["tuning"] = ops.tuning.source if op in TUNED else "fixed"
+    if model.host is not None:
+        found["host_moe"] = {"kernel": model.host.ops.names["moe"], "dtype": model.dtype}
     layers = describe_layers(model.rank_spec, ops, ranks)
     found["layers"] = {"kernel": layers, "dtype": model.dtype}
     if ranks > 1:

@@ -79,6 +79,7 @@ class CapturedSteps:
         """Order the forward pass; return the hash of the layout by which it reads."""
         layout, most, carries = packed.forward, packed.max_query_len, packed.carries
         graph = self.forward_graphs.get((layout.size, most, carries))
+        self._functions.wake_host()
         if graph is None:
             self._functions.forward(layout, most, carries)
             return self._packer.layout.forward_hash(layout, carries)
@@ -132,6 +133,7 @@ class CapturedSteps:
             packed: a decode step of the same rows.
         """
         graph, sample = self.leased_graphs.get(packed.forward.size), packed.sample
+        self._functions.wake_host()
         if graph is not None:
             replay, read = graph
             replay()

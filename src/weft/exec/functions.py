@@ -12,6 +12,7 @@ from weft.exec.attend import bind_padded
 from weft.exec.device import Device
 from weft.exec.halves_pass import HalvesPass, HalvesSetup
 from weft.exec.host_prompts import PromptPiece
+from weft.exec.hosted_experts import host_experts
 from weft.exec.lane_pass import LanePass
 from weft.exec.logprobs import SCORED_TOKENS_AT_ONCE, score
 from weft.exec.overlap_pass import AwaitLayer, BatchTokens, OverlappedPass
@@ -37,7 +38,9 @@ class StepFunctions:
             that has ended in each lane, or R.
         bounds: of leases.
         lanes: None where steps carry no piggybacked rows.
-        overlap: None where sub-batches do not overlap.
+        overlap: None where sub-batches do not overlap, neither with attention on the host nor as
+            halves of a step.
+        experts: None where all experts are on the device.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class StepFunctions:
             self.overlap, padding = HalvesPass(decoder, store, device, halves), most
         elif packer.pairs is not None:
             self.overlap, padding = OverlappedPass(decoder, store, device, packer.max_rows), most
+        self.experts = host_experts(decoder, device, most)
         self.bounds = LeaseBounds.empty(
             packer.most_decodes,
             packer.windows,
@@ -103,6 +107,8 @@ class StepFunctions:
         tables = self.uploaded[pivot + layout.words :]
         ids, positions = parts["ids"], parts["positions"]
         groups = self._groups(parts, tables, layout.size, max_query_len)
+        if self.experts is not None:
+            self.experts.begin(parts["query_start"])
         self.results[0].copy_(self._packer.layout.hashes(self.uploaded))
         if not carries:
             hidden = self.hidden[: layout.size]
@@ -112,6 +118,16 @@ class StepFunctions:
         hidden = self._lane_pass.run(told, self._known(ids), positions, groups)
         self.hidden[: layout.size].copy_(hidden[: layout.size])
         self.hidden[self._packer.max_tokens :].copy_(hidden[layout.size :])
+
+    def wake_host(self) -> None:
+        """A forward pass has been ordered, in which the host may have a part."""
+        if self.experts is not None:
+            self.experts.wake()
+
+    def check_host(self) -> None:
+        """Raise HostWorkerError if the host did not compute its part of a step in time."""
+        if self.experts is not None:
+            self.experts.check()
 
     @torch.inference_mode()
     def overlapped(

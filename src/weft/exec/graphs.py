@@ -121,6 +121,7 @@ class GraphExecutor:
             self._steps.prepare(
                 captured_sizes(max_tokens, sizes), self._most_samples, leases=steps.leases
             )
+            self._functions.check_host()
         self._leases: ReplayedSteps | None = None
         if steps.leases:
             self._leases = ReplayedSteps(table, self._functions, self._steps, device)
@@ -206,6 +207,8 @@ class GraphExecutor:
             self._lanes.close()
         if self._overlapped is not None:
             self._overlapped.close()
+        if self._functions.experts is not None:
+            self._functions.experts.close()
 
     def _holds(self, rows: Seq[int]) -> bool:
         """Whether a step in flight computes one of these rows."""
@@ -408,6 +411,7 @@ class GraphExecutor:
     def _finish(self, part: LaunchedBatch) -> None:
         """Wait for a sub-batch, do what the host must do of it, and hand its tokens out."""
         part.done.wait()
+        self._functions.check_host()
         found = self._results[part.packed.buffer].view(-1, 2)[: 1 + len(part.rows)].numpy()
         was = tuple(found[0].tolist())
         if part.packed.overlapped is not None and self._overlapped is not None:

@@ -197,6 +197,7 @@ class ReplayedSteps:
     def _wait(self, step: Ordered, *, ends: bool) -> NDArray[np.int64]:
         """Wait for a step, which is padding where the lease ``ends``; return its tokens [R]."""
         step.done.wait()
+        self._functions.check_host()
         found = step.results.view(-1, 2).numpy()
         was = tuple(found[0].tolist())
         if ends != (was[0] == 0) or (not ends and was != step.read):

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeAlias
 from weft.kernels.advance import Advance
 from weft.kernels.arrays import Array
 from weft.kernels.collectives import ALONE, Collectives
+from weft.kernels.hosted import AwaitAnswer, await_answer
 from weft.kernels.lanes import LaneOps
 from weft.kernels.parts import LayerParts, StackParts
 from weft.kernels.sampling import Penalise, ProcessLogits, VerifyDrafts
@@ -266,6 +267,7 @@ class Fused:
         every_layer: also layers that read another one's KV and those with the extras of Gemma 4
             are bound.
         padded: ``stack`` takes batches with padding and ragged tables; it is a ``PaddedStack``.
+        hosted: experts may be ``HostedExperts``.
     """
 
     layer: Callable[[LayerParts], FusedLayer]
@@ -273,6 +275,7 @@ class Fused:
     described: str
     every_layer: bool = False
     padded: bool = False
+    hosted: bool = False
 
 
 @dataclass(frozen=True)
@@ -323,6 +326,7 @@ class OpTable:
     packed: PackedMatrices | None = None
     tuning: Tuning | None = None  # where launches come from, of the ops of ``TUNED``
     isa: str = ""  # the instruction set of native kernels
+    await_answer: AwaitAnswer = await_answer  # of a host that computes experts; can be captured
 
     def describe(self) -> dict[str, str]:
         """Return op name -> implementation name, in table order."""

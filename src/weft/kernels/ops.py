@@ -256,6 +256,7 @@ def _triton_ops(
             activation,
             advance,
             attention,
+            hosted,
             lanes,
             layer,
             matrix,
@@ -321,6 +322,7 @@ def _triton_ops(
             partial(stack.TritonStack, tuning=found),
             "all of fused kernels",
             padded=True,
+            hosted=True,
         ),
         batch_invariant=False,
         names={
@@ -341,4 +343,5 @@ def _triton_ops(
             "advance": "triton",
         },
         tuning=found,
+        await_answer=hosted.await_answer,
     )

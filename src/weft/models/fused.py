@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from weft.kernels.hosted import HostedExperts
 from weft.kernels.interface import Fused, FusedLayer, OpTable
 from weft.kernels.parts import Biases, LayerParts, LayerShape, Norms, RoutedExperts
 from weft.models.layers import LayerWeights
@@ -42,6 +43,8 @@ def fuse(
 ) -> FusedLayer | None:
     """Bind a layer's weights, as ``ops`` packed them; None if it runs op by op."""
     if ops.fused is None or not fusable(spec, layer, ops.fused):
+        return None
+    if isinstance(weights.expert_down, HostedExperts) and not ops.fused.hosted:
         return None
     shape = LayerShape(
         spec.num_heads,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from weft.core.errors import InvariantError
 from weft.kernels.arrays import Array, concatenate, times
+from weft.kernels.hosted import HostedExperts
 from weft.kernels.interface import Experts, OpTable, Weight
 from weft.models.spec import LayerSpec, ModelSpec, RopeSpec
 
@@ -163,12 +165,13 @@ def feed_forward(
         return _mlp(spec, weights, x, ops)
     assert spec.moe is not None
     if not spec.moe.beside_mlp:
-        return moe_block(spec, weights, x, x, ops)
-    dense = _norm(spec, _mlp(spec, weights, x, ops), weights.dense_post_norm, ops)
+        return begin_experts(spec, weights, x, x, ops)()
     routed = ops.rms_norm(hidden, weights.router_scale, spec.norm_eps, False)
     routed = times(routed, spec.hidden_size**-0.5)
-    x = _norm(spec, hidden, weights.expert_norm, ops)
-    sparse = _norm(spec, moe_block(spec, weights, routed, x, ops), weights.expert_post_norm, ops)
+    inputs = _norm(spec, hidden, weights.expert_norm, ops)
+    end_experts = begin_experts(spec, weights, routed, inputs, ops)  # the host computes meanwhile
+    dense = _norm(spec, _mlp(spec, weights, x, ops), weights.dense_post_norm, ops)
+    sparse = _norm(spec, end_experts(), weights.expert_post_norm, ops)
     return dense + sparse
 
 
@@ -201,10 +204,13 @@ def _mlp(spec: ModelSpec, weights: LayerWeights, x: Array, ops: OpTable) -> Arra
     return ops.ranks.sum(ops.linear(x, weights.down, weights.down_bias))
 
 
-def moe_block(
+def begin_experts(
     spec: ModelSpec, weights: LayerWeights, routed: Array, x: Array, ops: OpTable
-) -> Array:
-    """Route by ``routed`` [T, C], compute on ``x`` [T, C]."""
+) -> Callable[[], Array]:
+    """Route by ``routed`` [T, C], compute on ``x`` [T, C]; what is returned gives the sum [T, C].
+
+    Experts on the host compute until then.
+    """
     assert spec.moe is not None
     assert weights.router is not None
     assert weights.expert_gate_up is not None
@@ -214,4 +220,8 @@ def moe_block(
     if weights.expert_scale is not None:
         shares = shares * weights.expert_scale[experts]
     gate_up, down = weights.expert_gate_up, weights.expert_down
-    return ops.ranks.sum(ops.moe(x, shares, experts, gate_up, down, spec.activation))
+    if isinstance(down, HostedExperts):
+        down.send(x, shares, experts)
+        return lambda: down.receive(x)
+    y = ops.ranks.sum(ops.moe(x, shares, experts, gate_up, down, spec.activation))
+    return lambda: y

@@ -90,6 +90,7 @@ def weight_bytes(
     group: int = 0,
     shard: Shard = WHOLE,
     computes: Callable[[Storage], bool] = lambda _: True,
+    wanted: Callable[[str], bool] = lambda _: True,
 ) -> int:
     """Return the bytes of all weights of a rank in memory for a dtype name such as ``bfloat16``.
 
@@ -97,9 +98,12 @@ def weight_bytes(
         quantize, group: see ``storage_of``. Of a checkpoint whose weights are stored quantised, all
             those of layers are taken to be.
         computes: with which codes the kernels multiply: weights of others are ``computed_as``.
+        wanted: which parameters count, by their names.
     """
     total = 0
     for parameter in cut(parameters(spec), spec, shard):
+        if not wanted(parameter.name):
+            continue
         tied = parameter.name == "embed" and spec.tied_embeddings
         storage = storage_of("lm_head" if tied else parameter.name, quantize, group)
         if storage is None and spec.stored_weights is not None:

@@ -28,6 +28,7 @@ from weft.models.bounds import MOST_INDEX_BYTES
 from weft.models.coded_pieces import KV_SCALES, CodedPieces
 from weft.models.decoder import Decoder
 from weft.models.gguf import GgufFile
+from weft.models.host_part import HostPart
 from weft.models.hub import SUFFIX
 from weft.models.kept_weights import KeptWeights
 from weft.models.layout import parameters, stored_as
@@ -55,6 +56,7 @@ def load_model(
     ops: OpTable,
     rounding: Callable[[str], Storage | None] = lambda _: None,
     kept: KeptWeights | None = None,
+    host: HostPart | None = None,
 ) -> Decoder:
     """Load a model folder, or of a model that is cut the part of the rank of ``ops``.
 
@@ -65,6 +67,7 @@ def load_model(
         rounding: how a parameter is rounded to integers, by its name; None: it is not. An embedding
             that the output head is tied to is asked for as ``lm_head``.
         kept: where packed weights are looked for, and kept if they are not there.
+        host: what stays on the host of a device, to which the rest goes.
 
     Raises:
         UnsupportedModelError: the config asks for something that weft does not implement.
@@ -74,16 +77,26 @@ def load_model(
     spec = read_spec(path, max_model_len)
     shard = Shard(ops.ranks.rank, ops.ranks.size)
     rank_spec = shard_spec(spec, shard.size)
-    weights = None
-    if kept is not None and ops.packed is not None:
-        needed = tuple(cut(parameters(spec), spec, shard))
-        weights = kept.find(path, weight_files(path), needed, shard, dtype, ops.packed)
-    if weights is None:
-        with ExitStack() as files:
-            checkpoint = Checkpoint(path, spec, files, shard)
-            weights = checkpoint.load(dtype, ops, rounding)
-        if kept is not None:
-            kept.keep(weights)
+
+    def part(
+        ops: OpTable, rounding: Callable[[str], Storage | None], wanted: Callable[[str], bool]
+    ) -> dict[str, Any]:
+        weights = None
+        if kept is not None and ops.packed is not None:
+            needed = tuple(p for p in cut(parameters(spec), spec, shard) if wanted(p.name))
+            weights = kept.find(path, weight_files(path), needed, shard, dtype, ops.packed)
+        if weights is None:
+            with ExitStack() as files:
+                checkpoint = Checkpoint(path, spec, files, shard)
+                weights = checkpoint.load(dtype, ops, rounding, wanted)
+            if kept is not None and ops.packed is not None:
+                kept.keep(weights)
+        return weights
+
+    if host is None:
+        return Decoder(rank_spec, part(ops, rounding, lambda _: True), ops)
+    weights = part(ops, rounding, lambda name: not host.has(name))
+    weights |= host.hosted(spec, part(host.ops, host.rounding, host.has))
     return Decoder(rank_spec, weights, ops)
 
 
@@ -122,12 +135,13 @@ class Checkpoint:
         dtype: str,
         ops: OpTable,
         rounding: Callable[[str], Storage | None],
+        wanted: Callable[[str], bool] = lambda _: True,
     ) -> dict[str, Any]:
-        """Return every parameter by name, converted to ``dtype``, then packed."""
+        """Return every wanted parameter by name, converted to ``dtype``, then packed."""
         if ops.names["paged_attention"] == "triton":
             self._chunk_bytes = DEVICE_CHUNK_BYTES
         weights, changed = {}, {}
-        for parameter in self._parameters:
+        for parameter in filter(lambda one: wanted(one.name), self._parameters):
             name = parameter.name
             if name == "embed" and self._spec.tied_embeddings:
                 name = "lm_head"

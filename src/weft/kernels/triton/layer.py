@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from weft.kernels.float8 import Rounded
+from weft.kernels.hosted import HostedExperts
 from weft.kernels.parts import LayerParts, check_parts
 from weft.kernels.triton.activation import act_mul_for
 from weft.kernels.triton.coded_matrix import CodedMatrix
@@ -134,6 +135,10 @@ class TritonLayer:
             experts = self._experts
             scores = product(x, self._router, None)  # [T, E]
             shares, ids = route(scores, experts.top_k, experts.normalise)
+            if isinstance(experts.down, HostedExperts):
+                experts.down.send(x, shares, ids)
+                y: Tensor = experts.down.receive(x)
+                return y
             return moe(x, shares, ids, experts.gate_up, experts.down, self._shape.activation)
         assert self._gate_up is not None
         assert self._down is not None

@@ -1,0 +1,241 @@
+"""Experts on the host beside a device: which they are, whether it works, and how fast it will be.
+
+See ``exec.hosted_experts`` for how steps reach them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from weft.core.config import DTYPE_BYTES, EngineConfig
+from weft.core.errors import ConfigError, KernelError, OutOfMemoryError
+from weft.core.kv_split import bytes_for
+from weft.core.resolved import Facts
+from weft.core.settings import format_bytes
+from weft.core.topology import this_machine
+from weft.cost.expert_offload import OffloadedModel, OffloadRates, predict_step
+from weft.cost.hardware import HARDWARE, Hardware
+from weft.engine.threads import plan_threads
+from weft.kernels.interface import OpTable
+from weft.kernels.ops import select_ops
+from weft.kernels.unavailable import KernelUnavailable
+from weft.models.host_part import HostPart, in_layers
+from weft.models.layout import parameters, storage_of, stored_as, weight_bytes
+from weft.models.spec import ModelSpec
+
+AUTO_TOKENS = 32768  # of a sequence for whose KV ``auto`` leaves room, if the model allows so many
+DEVICE_KERNELS = ("triton",)  # of attention, where a host is beside
+SHOWN_ROWS = (1, 8, 32)  # sequences for which a speed is predicted
+MEASURE_S = 0.15
+
+
+def place_experts(
+    config: EngineConfig, spec: ModelSpec, dtype: str, ops: OpTable, facts: Facts
+) -> tuple[Facts, HostPart | None]:
+    """Decide which layers have their experts on the host.
+
+    Args:
+        facts: as if all weights were on the device.
+
+    Returns:
+        the facts of what is on the device, and what is not.
+
+    Raises:
+        ConfigError: there is nothing that could lie on the host, or it cannot be computed there.
+        KernelError: there are no kernels of the CPU for it.
+    """
+    layers = [number for number, layer in enumerate(spec.layers) if layer.moe]
+    beside = ops.names["paged_attention"] in DEVICE_KERNELS
+    if config.host_experts == "none" or (config.host_experts == "auto" and not (layers and beside)):
+        return facts, None
+    if not beside or not layers:
+        why = (
+            f"the kernels of this engine ({ops.names['linear']}) compute everything in one place"
+            if layers
+            else f"this {spec.family} model has none, only dense layers"
+        )
+        raise ConfigError(
+            f"host_experts keeps routed experts on the host of a GPU, but {why}; leave it out.",
+            param="host_experts",
+        )
+    host = _host_part(config, spec, dtype)
+    each = weight_bytes(
+        spec, dtype, config.quantize, config.quantize_group, wanted=_of({layers[0]})
+    )
+    if config.host_experts == "all":
+        count = len(layers)
+    elif config.host_experts == "auto":
+        count = _needed(config, facts, each, len(layers))
+    else:
+        count = int(config.host_experts)
+    if count > len(layers):
+        raise ConfigError(
+            f"host_experts is {count}, but the model has {len(layers)} layers with experts; set it "
+            "to that or less, or to all.",
+            param="host_experts",
+        )
+    if count == 0:
+        return facts, None
+    host = replace(host, layers=frozenset(layers[len(layers) - count :]))
+    there = weight_bytes(
+        spec, dtype, config.expert_rounding, config.quantize_group, wanted=_of({layers[0]})
+    )
+    device = facts.weight_bytes - count * each
+    return replace(facts, weight_bytes=device, host_weight_bytes=count * there), host
+
+
+def _of(layers: set[int]) -> Callable[[str], bool]:
+    return partial(in_layers, layers=frozenset(layers))
+
+
+def _needed(config: EngineConfig, facts: Facts, each: int, most: int) -> int:
+    """The least number of layers without whose experts there is room for KV."""
+    tokens = config.max_model_len or min(facts.max_position_embeddings, AUTO_TOKENS)
+    kv = config.kv_memory or int(bytes_for(config, facts, tokens, 1) / facts.kv_share)
+    over = facts.weight_bytes + facts.workspace_bytes + kv - facts.available_bytes
+    return min(most, max(0, -(-over // each)))
+
+
+def _host_part(config: EngineConfig, spec: ModelSpec, dtype: str) -> HostPart:
+    """Who computes on the host, and how its weights are rounded; of no layer yet."""
+    if dtype == "float16":
+        raise ConfigError(
+            "A CPU does not compute experts in float16; set dtype to bfloat16, or leave "
+            "host_experts out.",
+            param="host_experts",
+        )
+    rounding = partial(storage_of, quantize=config.expert_rounding, group=config.quantize_group)
+    storage = rounding("expert_down")
+    try:
+        ops = select_ops("cpu", dtype, "cpu", {"moe": str(storage or dtype)})
+    except KernelUnavailable as error:
+        raise KernelError(str(error)) from error
+    stored = spec.stored_weights
+    if stored is not None:
+        if config.host_quantize != "auto":
+            raise ConfigError(
+                f"The checkpoint is quantised already ({stored}); leave host_quantize out.",
+                param="host_quantize",
+            )
+        experts = next(p for p in parameters(spec) if p.name.endswith("expert_down"))
+        kept = stored_as(stored, experts)
+        if kept is not None and not ops.computes(kept):
+            raise ConfigError(
+                f"The checkpoint's experts are stored as {kept}, with which a CPU does not "
+                "compute; leave host_experts out, or take a checkpoint in bfloat16.",
+                param="host_experts",
+            )
+    return HostPart(frozenset(), ops, rounding)
+
+
+def check_fits_host(facts: Facts, free: int) -> None:
+    """Raise OutOfMemoryError if the host has no room for the experts that stay there."""
+    if facts.host_weight_bytes > free:
+        raise OutOfMemoryError(
+            f"The experts on the host need {format_bytes(facts.host_weight_bytes)}, but only "
+            f"{format_bytes(max(0, free))} are free there; set host_quantize to int8 or int4, or "
+            "host_experts to fewer layers."
+        )
+
+
+def set_host_threads(config: EngineConfig) -> None:
+    """Give the native kernels the threads of the setting, for experts beside a device."""
+    from weft.kernels.cpu import attention
+
+    plan = plan_threads(config, this_machine())
+    attention.set_threads(plan.threads, plan.cpus, plan.nodes)
+
+
+def offloaded_model(
+    config: EngineConfig, spec: ModelSpec, dtype: str, facts: Facts, host: HostPart
+) -> OffloadedModel:
+    """What a step of the model reads and computes."""
+    moe = spec.moe
+    assert moe is not None
+    number = next(iter(host.layers))
+    on_device = weight_bytes(
+        spec, dtype, config.quantize, config.quantize_group, wanted=_of({number})
+    )
+    device_layers = sum(layer.moe for layer in spec.layers) - len(host.layers)
+    storage = host.rounding("expert_down")
+    return OffloadedModel(
+        layers=len(host.layers),
+        device_layers=device_layers,
+        experts=moe.num_experts,
+        top_k=moe.top_k,
+        expert_bytes=facts.host_weight_bytes / len(host.layers) / moe.num_experts,
+        device_expert_bytes=on_device / moe.num_experts,
+        expert_flops=2 * 3 * spec.hidden_size * moe.intermediate_size,
+        row_bytes=2 * spec.hidden_size * DTYPE_BYTES[dtype] + 12 * moe.top_k,
+        device_bytes=facts.weight_bytes - device_layers * on_device,
+        kind=dtype if storage is None else f"int{storage.bits}",
+    )
+
+
+def measured_rates(config: EngineConfig, kind: str, device: Hardware | None) -> OffloadRates:
+    """Measure the host for some tenths of a second; the device's rates are those of its sheet."""
+    from weft.kernels import measure
+
+    set_host_threads(config)
+    return OffloadRates(
+        measure.read_rate(MEASURE_S),
+        measure.multiply_rate(kind, MEASURE_S),
+        0.0 if device is None else device.bandwidth,
+        0.0 if device is None else device.link,
+    )
+
+
+def sheet_of(device_name: str) -> Hardware | None:
+    """The hardware sheet of a GPU by the name that its driver gives; None if there is none."""
+    words = device_name.lower()
+    found = [name for name, sheet in HARDWARE.items() if sheet.host is not None and name in words]
+    return HARDWARE[max(found, key=len)] if found else None
+
+
+def predicted_lines(
+    config: EngineConfig, spec: ModelSpec, dtype: str, facts: Facts, host: HostPart | None, on: str
+) -> list[str]:
+    """Measure the host and predict speeds; nothing where no experts lie there.
+
+    Args:
+        on: the name of the device.
+    """
+    if host is None:
+        return []
+    model = offloaded_model(config, spec, dtype, facts, host)
+    rates = measured_rates(config, model.kind, sheet_of(on))
+    return describe_offload(config, model, rates, facts.host_weight_bytes)
+
+
+def kept_settings(config: EngineConfig, host: HostPart) -> dict[str, str]:
+    """What tells packed experts of the host from those with other settings."""
+    group = "" if config.expert_rounding == "none" else f"/{config.quantize_group}"
+    layers = ", ".join(map(str, sorted(host.layers)))
+    return {"quantize": f"{config.expert_rounding}{group}", "experts": f"of layers {layers}"}
+
+
+def describe_offload(
+    config: EngineConfig, model: OffloadedModel, rates: OffloadRates, bytes_on_host: int
+) -> list[str]:
+    """Sentences for people: what lies on the host, and the speed that is predicted with it."""
+    steps = {rows: predict_step(model, rates, rows) for rows in SHOWN_ROWS}
+    speeds = ", ".join(f"{_number(n / step.seconds)} for {n}" for n, step in steps.items())
+    share = steps[1].host_s / steps[1].seconds
+    most = config.max_num_batched_tokens
+    chunk = predict_step(model, rates, most)
+    layers = model.layers + model.device_layers
+    device = "" if rates.device_read else "; the device's part, of unknown rates, is left out"
+    return [
+        f"experts of {model.layers} of {layers} layers on the host: {format_bytes(bytes_on_host)} "
+        f"in {model.kind}, read at {rates.host_read / 1e9:.1f} GB/s at most",
+        f"predicted tokens/s, by sequences that decode: {speeds}; of one, {share:.0%} is the "
+        f"host's time{device}",
+        f"predicted for prompts: {_number(most / chunk.seconds)} tokens/s; a step of {most} takes "
+        f"{chunk.seconds:.2g} s, in which others wait",
+    ]
+
+
+def _number(rate: float) -> str:
+    return f"{rate:.0f}" if rate >= 100 else f"{rate:.1f}"
