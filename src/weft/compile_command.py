@@ -36,6 +36,13 @@ def run_compile(options: dict[str, Any]) -> int:
         raise ConfigError(
             "Kernels are compiled for steps that are captured; leave graphs on.", param="graphs"
         )
+    for name, usual in (("host_experts", "none"), ("pipeline_parallel", 1)):
+        if getattr(config, name) != usual:
+            raise ConfigError(
+                f"Kernels are not compiled ahead with {name}, but by the engine that needs them; "
+                "leave it out.",
+                param=name,
+            )
     gpu = target_of(options["target"]) if "target" in options else None
     check_compiler()
     gpu = gpu or _gpu_here()

@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
+from asked import GREEDY, KINDS, PROMPTS, SMALL, ranks
 from live import START_S, command_of, eventually, lives, serving
 from weft import LLM, SamplingParams
 from weft.core.config import EngineConfig
@@ -32,24 +33,6 @@ from weft.engine.channel import Channel, RankTokens, Report, Step
 from weft.engine.info import collect_info, format_info
 from weft.engine.rank_follower import Follower
 from weft.engine.rank_leader import Followers, ParallelExecutor
-
-SMALL = {"dtype": "float32", "threads": 1, "kv_memory": "32MiB", "max_num_seqs": 8}
-PROMPTS = ["def add(a, b):", [9, 8, 7], "import os\nfor name in os.listdir(", "class A:\n" * 30]
-GREEDY = SamplingParams(temperature=0, max_tokens=24)
-KINDS = {
-    "greedy": GREEDY,
-    "sampled": SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=24),
-    "penalised": SamplingParams(temperature=0, repetition_penalty=1.2, logprobs=2, max_tokens=24),
-    "scored": SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=4),
-    "grammar": SamplingParams(temperature=0.7, seed=1, grammar="start: /[0-9]{12}/"),
-    "stopped": SamplingParams(temperature=0, stop=("\ud800", "("), max_tokens=24),
-    "guessed": SamplingParams(temperature=0, speculation=4, max_tokens=40),
-}
-
-
-def ranks(of: psutil.Process | None = None) -> list[psutil.Process]:
-    children = (of or psutil.Process()).children(recursive=True)
-    return [child for child in children if "".join(command_of(child)[:1]).startswith("weft-rank")]
 
 
 @pytest.fixture(scope="module")
@@ -308,6 +291,7 @@ def test_plans_arrive_as_they_were_sent():
         spills=((0, 1, 2),),
         fills=((1, 4, 0),),
         lease=3,
+        told=((7, (5, 6)),),
     )
     fields_left_out = [f.name for f in fields(StepPlan) if not getattr(plan, f.name)]
     assert not fields_left_out

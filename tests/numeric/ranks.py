@@ -17,11 +17,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from paged import PagedRunner
 
-from weft.kernels.collectives import Collectives
+from weft.kernels.collectives import ALONE, ONE_STAGE, Collectives, Link
 from weft.kernels.ops import select_ops
-from weft.kernels.process_group import Group
+from weft.kernels.process_group import Group, Pipe
 from weft.models.decoder import Decoder
+from weft.models.layout import weight_bytes
 from weft.models.loader import load_model
+from weft.models.spec_reader import read_spec
+from weft.models.stages import split_spec
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -38,10 +41,40 @@ def on_ranks(size: int, folder: Path, work: Callable[[Group], T]) -> list[T]:
         return list(pool.map(rank, range(size)))
 
 
-def load(folder: Path, ranks: Collectives, kernels: str = "cpu", **more: Any) -> Decoder:
+def on_stages(
+    stages: int, width: int, folder: Path, work: Callable[[Collectives, Pipe], T]
+) -> list[T]:
+    """Call ``work`` on the ranks of so many stages at once, as ``on_ranks``."""
+
+    def rank(number: int) -> T:
+        stage, ranks = number // width, ALONE
+        if width > 1:
+            ranks = Group(number % width, width, folder / f"stage-{stage}", "cpu")
+        pipe = Pipe(number, stages * width, stages, folder / "stages", "cpu")
+        found = work(ranks, pipe)
+        pipe.flush()
+        return found
+
+    with ThreadPoolExecutor(stages * width) as pool:
+        return list(pool.map(rank, range(stages * width)))
+
+
+def layers_of(folder: Path, stages: int, max_model_len: int | None = None) -> list[range]:
+    """The layers of each stage."""
+    spec = read_spec(folder, max_model_len)
+    parts = split_spec(spec, stages, lambda part: weight_bytes(part, "float32"))
+    return [range(part.stage.first, part.stage.first + part.num_layers) for part in parts]
+
+
+def load(
+    folder: Path, ranks: Collectives, kernels: str = "cpu", link: Link = ONE_STAGE, **more: Any
+) -> Decoder:
     """The part of a rank, in float32."""
-    ops = replace(select_ops("cpu", "float32", kernels), ranks=ranks)
-    return load_model(folder, "float32", more.pop("max_model_len", None), ops, **more)
+    ops = replace(select_ops("cpu", "float32", kernels), ranks=ranks, link=link)
+    max_model_len = more.pop("max_model_len", None)
+    if link.stages > 1:
+        more["layers"] = layers_of(folder, link.stages, max_model_len)[link.stage]
+    return load_model(folder, "float32", max_model_len, ops, **more)
 
 
 def greedy(decoder: Decoder, tokens: list[int], count: int) -> list[int]:

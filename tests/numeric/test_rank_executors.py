@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from checkpoints import prompt
 from graphed import around_forward, graph_executor, load_on_tensors
-from ranks import load, on_ranks
+from ranks import load, on_ranks, on_stages
 from torch import Tensor
 
 from weft import LLM, SamplingParams
@@ -24,13 +24,14 @@ from weft.engine.devices import make_executor
 from weft.engine.model import find_model
 from weft.engine.rank_follower import Follower
 from weft.engine.rank_leader import Followers, ParallelExecutor
+from weft.engine.rank_role import plan_of_stage
 from weft.exec.device import tensor_memory
 from weft.exec.grammar import GrammarRows, Grammars
 from weft.exec.graphs import GraphExecutor
 from weft.exec.input_batch import InputBatch
 from weft.exec.store import KVStore
-from weft.kernels.collectives import Alone
-from weft.kernels.process_group import Group
+from weft.kernels.collectives import ONE_STAGE, Alone, Collectives, Link
+from weft.kernels.process_group import Group, Pipe
 from weft.models.hub import resolve_model
 
 SETTINGS = {
@@ -60,11 +61,13 @@ class Recorder:
         self.overlaps = inner.overlaps
         self.plans: list[StepPlan] = []
         self.results: list[StepResult] = []
+        self.known: list[int] = []  # results before each plan
         self.close = inner.close
         self._inner = inner
 
     def launch(self, plan: StepPlan):
         self.plans.append(plan)
+        self.known.append(len(self.results))
         ticket = self._inner.launch(plan)
         collect = ticket.result
 
@@ -98,9 +101,12 @@ def recorded(monkeypatch, make, settings, prompts, kinds) -> tuple[Recorder, Res
     return built.executor, built.resolved
 
 
-def rank_executor(group: Group, settings, resolved: ResolvedConfig) -> GraphExecutor:
+def rank_executor(
+    group: Collectives, settings, resolved: ResolvedConfig, link: Link = ONE_STAGE
+) -> GraphExecutor:
     """The executor of a rank's part, on the stand-in device."""
-    decoder = load(resolve_model("builtin"), group, max_model_len=resolved.max_model_len)
+    length = resolved.max_model_len
+    decoder = load(resolve_model("builtin"), group, link=link, max_model_len=length)
     groups, size = decoder.spec.kv_groups, resolved.block_size
     memory = tensor_memory("cpu")
     store = KVStore(groups, resolved.group_blocks, size, decoder.dtype, memory)
@@ -126,6 +132,34 @@ def test_ranks_run_captured_steps(tmp_path, monkeypatch) -> None:
     assert sum(len(step.tokens) for step in expected) > 80
     for found in on_ranks(2, tmp_path, work):
         assert [RankTokens.of(result) for result in found] == expected
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_stages_run_captured_steps(width, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("weft.kernels.process_group.TIMEOUT_S", 60)
+    monkeypatch.setattr("weft.engine.build.pipelined_steps", lambda _: 2)
+    prompts = [prompt(12, 1) * 4, prompt(7, 2), prompt(9, 3) * 3, prompt(150, 4), [5]]
+    recorder, resolved = recorded(monkeypatch, make_executor, SETTINGS, prompts, KINDS)
+    expected = [RankTokens.of(result) for result in recorder.results]
+    assert len(recorder.known) > len(set(recorder.known)) > 10  # two were in flight at once
+    bounds = zip((0, *recorder.known), recorder.known, strict=False)
+    earlier = [
+        plan_of_stage(plan, expected[first:last])
+        for plan, (first, last) in zip(recorder.plans, bounds, strict=True)
+    ]
+
+    def work(ranks: Collectives, pipe: Pipe) -> list[StepResult]:
+        executor = rank_executor(ranks, SETTINGS, resolved, pipe)
+        last = pipe.stage == pipe.stages - 1
+        assert executor.captured > 10
+        assert bool(executor._steps.sample_graphs) == last
+        return run(executor, recorder.plans if last else earlier)
+
+    found = on_stages(2, width, tmp_path, work)
+    for results in found[:width]:
+        assert not any(result.sequence_ids for result in results)
+    for results in found[width:]:
+        assert [RankTokens.of(result) for result in results] == expected
 
 
 def test_each_rank_moves_the_kv_of_its_heads_to_the_host_and_back(tmp_path, monkeypatch) -> None:

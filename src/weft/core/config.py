@@ -16,6 +16,7 @@ from weft.core.config_rules import (
     check_host_experts,
     check_kv_disk,
     check_overlap,
+    check_pipeline,
     check_sizes,
 )
 from weft.core.errors import ConfigError, suggest
@@ -150,6 +151,14 @@ class EngineConfig:
         low=1,
         high=64,
     )
+    pipeline_parallel: int = setting(
+        "int",
+        1,
+        "stages, one after the other, into which the layers are split; each is a process, or with "
+        "tensor_parallel so many",
+        low=1,
+        high=64,
+    )
     threads: int | None = setting(
         "int",
         None,
@@ -237,7 +246,12 @@ class EngineConfig:
     )
     prefix_caching: bool = setting("bool", True, "share the KV of equal prefixes")
     steps_in_flight: int | None = setting(
-        "int", None, "steps that wait while one is planned; on a CPU alone 0, else 1", low=0, high=1
+        "int",
+        None,
+        "steps that wait while one is planned; unset: on a CPU alone 0, with pipeline_parallel one "
+        "for each stage, else 1",
+        low=0,
+        high=64,
     )
     resident: str = setting(
         "str",
@@ -357,6 +371,7 @@ class EngineConfig:
         with config_errors():
             check_settings(self)
         check_sizes(self)
+        check_pipeline(self)
         check_kv_disk(self)
         check_host_attention(self)
         check_overlap(self)
@@ -366,6 +381,11 @@ class EngineConfig:
             if path is not None and not Path(path).exists():
                 raise ConfigError(f"{name}: '{path}' does not exist; check the path.", param=name)
         self.service_classes()
+
+    @property
+    def processes(self) -> int:
+        """Processes that compute each step together."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def attends_on_host(self) -> bool:

@@ -46,6 +46,42 @@ def check_sizes(config: EngineConfig) -> None:
         )
 
 
+def check_pipeline(config: EngineConfig) -> None:
+    """Raise ConfigError if other settings exclude the stages of a pipeline, or need them."""
+    stages, flight = config.pipeline_parallel, config.steps_in_flight
+    if stages == 1:
+        if flight is not None and flight > 1:
+            raise ConfigError(
+                f"steps_in_flight is {flight}; more than 1 is for the stages of pipeline_parallel.",
+                param="steps_in_flight",
+            )
+        return
+    alone = {
+        "host_kv_memory": "their KV is in one tier",
+        "kv_disk": "cached prefixes stay in memory",
+        "attend": "remote places attend for one process",
+    }
+    for name, why in alone.items():
+        if getattr(config, name):
+            raise ConfigError(
+                f"{name} does not work with pipeline_parallel {stages}: of stages {why}; leave one "
+                "of the two out.",
+                param=name,
+            )
+    if config.resident == "on":
+        raise ConfigError(
+            f"resident 'on' is for one process, and pipeline_parallel is {stages}: no stage goes "
+            "on by itself; leave resident at 'auto'.",
+            param="resident",
+        )
+    if config.scheduler not in ("auto", "fcfs"):
+        raise ConfigError(
+            f"Scheduler {config.scheduler} predicts step times, and with pipeline_parallel "
+            f"{stages} steps overlap; set scheduler to fcfs.",
+            param="scheduler",
+        )
+
+
 def check_kv_disk(config: EngineConfig) -> None:
     """Raise ConfigError if other settings exclude the prefix cache on disk."""
     if config.kv_disk is None:
@@ -78,6 +114,8 @@ def excludes_halves(config: EngineConfig) -> str:
         )
     if config.tensor_parallel > 1:
         return f"tensor_parallel is {config.tensor_parallel}, and halves are for one process"
+    if config.pipeline_parallel > 1:
+        return f"pipeline_parallel is {config.pipeline_parallel}, and halves are for one process"
     if config.attends_on_host:
         return f"scheduler {config.scheduler} has sub-batches of its own, for the host's attention"
     if config.resident == "on":
@@ -141,6 +179,10 @@ def check_host_experts(config: EngineConfig) -> None:
     reason = ""
     if config.tensor_parallel > 1:
         reason = f"tensor_parallel is {config.tensor_parallel}, and each rank would have its own"
+    elif config.pipeline_parallel > 1:
+        reason = (
+            f"pipeline_parallel is {config.pipeline_parallel}, and stages have their own layers"
+        )
     elif config.attends_on_host:
         reason = (
             f"scheduler {config.scheduler} has the host attend, too, and steps wait for one of them"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from weft.core.errors import ConfigError, OutOfMemoryError
@@ -77,6 +79,24 @@ def group_blocks(config: EngineConfig, facts: Facts, budget: int) -> tuple[int, 
     for i in full:
         blocks[i] = max(blocks[i], left // sum(costs[i] for i in full))
     return tuple(blocks)
+
+
+def common_blocks(
+    config: EngineConfig, stages: Sequence[Facts], budgets: Sequence[int]
+) -> tuple[int, ...]:
+    """Return the blocks of each group that every stage has room for.
+
+    Args:
+        stages: all with the same groups, whose bytes are 0 where a stage has no layer of them.
+        budgets: of each stage.
+    """
+    found: dict[int, list[int]] = {}
+    for facts, budget in zip(stages, budgets, strict=True):
+        own = [i for i, group in enumerate(facts.groups) if group.bytes_per_token]
+        kept = replace(facts, groups=tuple(facts.groups[i] for i in own))
+        for i, count in zip(own, group_blocks(config, kept, budget), strict=True):
+            found.setdefault(i, []).append(count)
+    return tuple(min(found[i]) for i in sorted(found))
 
 
 def host_blocks(config: EngineConfig, facts: Facts, blocks: tuple[int, ...]) -> tuple[int, ...]:

@@ -161,8 +161,8 @@ class LeasedTokens:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. The executor applies saves, zero, abort, spills, drop, add, moves, extend, fills
-    and loads, then computes.
+    """One step. The executor applies saves, zero, abort, spills, told, drop, add, moves, extend,
+    fills and loads, then computes.
 
     Layer-wise moves take place while it computes, so their rows are extended before they move.
 
@@ -188,6 +188,8 @@ class StepPlan:
             computed.
         lease: so many more steps the executor may compute of the same rows, one token of each, on
             its own: nothing else is planned meanwhile, and the rows have blocks for them.
+        told: (sequence id, tokens) that others have chosen for rows since the last plan; of a stage
+            of a pipeline that chooses none.
     """
 
     step_id: int
@@ -207,6 +209,7 @@ class StepPlan:
     spills: tuple[TierCopy, ...] = ()
     fills: tuple[TierCopy, ...] = ()
     lease: int = 0
+    told: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -12,7 +12,7 @@ from weft.core.errors import ConfigError, OutOfMemoryError
 from weft.core.kv_split import (
     bytes_for,
     bytes_of,
-    group_blocks,
+    common_blocks,
     host_blocks,
     kv_budget,
     longest_sequence,
@@ -45,6 +45,8 @@ class Facts:
         workspace_bytes: what steps need there beside weights and KV, captured ones included.
         host_weight_bytes: memory of the host for weights that are not on the device.
         kv_share: of what is left beside both, how much the KV takes unless that is set.
+        stages: the facts of each stage of a pipeline, whose groups have no bytes where it has none
+            of their layers; empty where there is one stage. All else is of the largest one.
     """
 
     max_position_embeddings: int
@@ -54,6 +56,7 @@ class Facts:
     workspace_bytes: int = 0
     host_weight_bytes: int = 0
     kv_share: float = HOST_KV_SHARE
+    stages: tuple[Facts, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,9 @@ class ResolvedConfig:
 def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
     """Decide everything that is open.
 
+    Stages of a pipeline share their block tables, so each has as many blocks as the one that has
+    the least room.
+
     Raises:
         ConfigError: ``max_model_len`` is more than the model was made for.
         OutOfMemoryError: weights or KV do not fit; the message says by how much.
@@ -98,23 +104,26 @@ def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
             param="max_model_len",
         )
     wanted = config.max_model_len or longest
-    budget = kv_budget(config, facts, wanted)
-    blocks = group_blocks(config, facts, budget)
+    parts = facts.stages or (facts,)
+    budgets = [kv_budget(config, part, wanted) for part in parts]
+    blocks = common_blocks(config, parts, budgets)
+    budget = min(budgets)
     holds = longest_sequence(config, facts, blocks)
     if holds < 2 or (config.max_model_len is not None and holds < wanted):
-        needed = bytes_for(config, facts, wanted, 1)
+        needed = max(bytes_for(config, part, wanted, 1) for part in parts)
         raise OutOfMemoryError(
             f"One sequence of {wanted} tokens needs {format_bytes(needed)} of KV memory, but there "
             f"are {format_bytes(budget)}, enough for {holds} tokens; lower max_model_len or raise "
             "kv_memory."
         )
+    taken = [bytes_of(config, part, blocks) for part in parts]
     return ResolvedConfig(
         max_model_len=min(wanted, holds),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         block_size=config.block_size,
-        kv_memory=budget,
-        kv_bytes=bytes_of(config, facts, blocks),
+        kv_memory=budget if len(parts) == 1 else max(taken),
+        kv_bytes=max(taken),
         group_blocks=blocks,
         limited_by_memory=holds < wanted,
         host_blocks=host_blocks(config, facts, blocks),

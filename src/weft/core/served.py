@@ -35,6 +35,7 @@ class ServedModel:
         host_attention: who attends on the host, as a sentence; empty if nobody does.
         host_costs: which costs of the host tier are planned with; empty if none are.
         kv_disk: where cached prefixes are kept on disk; empty if they are not.
+        stages: what each stage of a pipeline holds, a line each; none where there is one stage.
         weight_bytes: memory of the weights.
         weights: how most of them are stored: a dtype, or the bits of integers and their scales.
         kept_weights: ``mapped`` where they are pages of a file that processes share, ``packed``
@@ -80,6 +81,7 @@ class ServedModel:
     host_costs: str = ""
     places: tuple[str, ...] = ()
     kv_disk: str = ""
+    stages: tuple[str, ...] = ()
     kv_dtype: str = ""
     device: str = "cpu"
     isa: str = ""
@@ -102,5 +104,6 @@ class ServedModel:
     def from_json(cls, text: str) -> ServedModel:
         values = json.loads(text)
         values["eos_token_ids"] = tuple(values["eos_token_ids"])
+        values["stages"] = tuple(values["stages"])
         values["classes"] = tuple(ServiceClass(**row) for row in values["classes"])
         return cls(**values)

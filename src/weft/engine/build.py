@@ -33,6 +33,7 @@ from weft.engine.devices import (
     kv_memory,
     make_executor,
     pick_device,
+    pipelined_steps,
 )
 from weft.engine.halves import choose_halves
 from weft.engine.host_experts import kept_settings, predicted_lines, set_host_threads
@@ -47,7 +48,8 @@ from weft.engine.model import (
     resolve_settings,
 )
 from weft.engine.prefix_disk import PrefixSaver, open_prefix_disk
-from weft.engine.rank_leader import ParallelExecutor, build_parallel, meet
+from weft.engine.rank_leader import ParallelExecutor, Ways, build_parallel, meet
+from weft.engine.rank_role import Role, role_of
 from weft.engine.self_profile import choose_policy as choose_policy
 from weft.engine.threads import ThreadPlan, plan_threads
 from weft.exec.eager import EagerExecutor
@@ -55,7 +57,6 @@ from weft.exec.grammar import GrammarRows, Grammars
 from weft.exec.host_attention import HostAttention
 from weft.exec.input_batch import InputBatch
 from weft.exec.store import KVStore
-from weft.kernels.collectives import Collectives
 from weft.kernels.cpu.host import HostMailbox
 from weft.kernels.interface import OpTable
 from weft.kv.cache import GroupSpec
@@ -261,7 +262,7 @@ def build_engine(
     with allocating(f"KV ({format_bytes(resolved.kv_bytes)})", FOR_KV):
         kept_kv = map_kept_kv(kv_file, config, resolved, model, threads.spread)
     executor: Executor
-    if config.tensor_parallel == 1:
+    if config.processes == 1:
         executor = _executor(config, resolved, model, rows, watch, kept, threads, disk, kept_kv)
     else:
         decided = replace(
@@ -276,8 +277,8 @@ def build_engine(
             decided,
             resolved,
             model.device,
-            lambda group: _executor(
-                config, resolved, _among(model, group), rows, watch, kept, threads
+            lambda ways: _executor(
+                config, resolved, _among(model, ways), rows, watch, kept, threads
             ),
         )
     watch.ready()
@@ -306,20 +307,23 @@ def build_rank(config: EngineConfig, task: Task) -> Executor:
     Raises:
         WeftError: a typed error; rank 0 has met most of them before.
     """
-    ranks = config.tensor_parallel
-    device = pick_device(config.device, task.rank, ranks)
-    group = meet(task.rank, ranks, task.meeting_point, device)
+    device = pick_device(config.device, task.rank, config.processes)
+    ways = meet(task.rank, config, task.meeting_point, device)
     model = find_model(config, rank=task.rank)
     grammars = Grammars(lambda: _grammar_tokenizer(config, model))
-    # Only rank 0 finds grammars too costly: by its clock, as no two ranks need the same time.
-    rows = GrammarRows(grammars, clock=lambda: 0.0)
+    # Only rank 0 finds grammars too costly, or who tells it results: by its clock, as no two ranks
+    # need the same time.
+    if role_of(task.rank, config) is Role.TELLS:
+        rows = GrammarRows(grammars)
+    else:
+        rows = GrammarRows(grammars, clock=lambda: 0.0)
     if is_cpu(device):
         # Nothing is planned here, so nothing is gained by steps in flight on a CPU.
         config = replace(config, steps_in_flight=0)
     threads = plan_threads(config, this_machine(), task.rank)
     kept = _kept_weights(config, model, threads)
     executor = _executor(
-        config, task.resolved, _among(model, group), rows, Stopwatch(), kept, threads
+        config, task.resolved, _among(model, ways), rows, Stopwatch(), kept, threads
     )
     if kept is not None:
         kept.write()
@@ -344,9 +348,9 @@ def _kept_weights(
     )
 
 
-def _among(model: Model, group: Collectives) -> Model:
+def _among(model: Model, ways: Ways) -> Model:
     """The model as one of several ranks computes it."""
-    return replace(model, ops=replace(model.ops, ranks=group))
+    return replace(model, ops=replace(model.ops, ranks=ways.ranks, link=ways.link))
 
 
 def _executor(
@@ -371,7 +375,7 @@ def _executor(
     set_threads(threads, model.ops)
     if model.host is not None:
         set_host_threads(config)
-    within = partial(allocating, ranks=model.ops.ranks)
+    within = partial(allocating, ops=model.ops)
     with within(f"the weights ({format_bytes(model.facts.weight_bytes)})", FOR_WEIGHTS):
         decoder = load_model(
             model.source,
@@ -381,6 +385,7 @@ def _executor(
             rounding=partial(storage_of, quantize=config.quantize, group=config.quantize_group),
             kept=kept,
             host=model.host,
+            layers=model.own_layers,
         )
     watch.mark("weights")
     if ahead is not None:
@@ -426,6 +431,7 @@ def _resources(config: EngineConfig, resolved: ResolvedConfig, model: Model) -> 
         resolved.max_model_len,
         config.speculation,
         lease_steps=LEASE_STEPS if is_resident(config, model.device) else 0,
+        groups=pipelined_steps(config),
     )
     return Resources(
         groups,

@@ -5,10 +5,13 @@ Decoding a message runs no code.
 
 from __future__ import annotations
 
+import select
 import socket
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from weft.core import errors
+from weft.core.errors import WeftError
 from weft.core.plan import StepPlan, StepResult
 from weft.core.resolved import ResolvedConfig
 
@@ -21,31 +24,58 @@ class Channel:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
-        self._reader = end.makefile("rb")
 
     def send(self, message: object) -> None:
         """Send a message. Raises OSError if the other side has closed its end."""
         import msgspec  # few engines need it
 
-        data = msgspec.msgpack.encode(message)
+        data = msgspec.msgpack.encode(message, enc_hook=_encode_error)
         self._socket.sendall(len(data).to_bytes(LENGTH_BYTES, "little") + data)
 
     def receive(self, kind: type[T]) -> T | None:
         """Wait for a message; None if the other side has closed its end."""
         try:
-            size = self._reader.read(LENGTH_BYTES)
-            data = self._reader.read(int.from_bytes(size, "little"))
+            size = self._read(LENGTH_BYTES)
+            data = self._read(int.from_bytes(size, "little"))
         except ConnectionError:
             return None
         if len(size) < LENGTH_BYTES or len(data) < int.from_bytes(size, "little"):
             return None
         import msgspec
 
-        return msgspec.msgpack.decode(data, type=kind)
+        return msgspec.msgpack.decode(data, type=kind, dec_hook=_decode_error)
+
+    def has_more(self) -> bool:
+        """Whether a message has come, or the end."""
+        readable, _, _ = select.select([self._socket], [], [], 0)
+        return bool(readable)
+
+    def _read(self, count: int) -> bytes:
+        """So many bytes, or fewer at the end."""
+        found = bytearray()
+        while len(found) < count and (some := self._socket.recv(count - len(found))):
+            found += some
+        return bytes(found)
 
     def close(self) -> None:
-        self._reader.close()
         self._socket.close()
+
+
+def _encode_error(value: object) -> object:
+    """What is no plain value in a message: the errors of a result."""
+    if isinstance(value, WeftError):
+        return [type(value).__name__, value.message]
+    raise TypeError(f"{type(value).__name__} cannot be sent")
+
+
+def _decode_error(kind: type, value: Any) -> object:
+    if not issubclass(kind, WeftError):
+        raise TypeError(f"{kind.__name__} cannot be received")
+    name, message = value
+    found = getattr(errors, name, None)
+    if isinstance(found, type) and issubclass(found, WeftError):
+        return found(message)
+    return WeftError(message)
 
 
 @dataclass(frozen=True)
@@ -65,10 +95,15 @@ class Task:
 
 @dataclass(frozen=True)
 class Report:
-    """That a rank is as far as it should be, or the name of an error and its message."""
+    """That a rank is as far as it should be, or the name of an error and its message.
+
+    Attributes:
+        result: of a step, from the rank of the last stage of a pipeline that tells it.
+    """
 
     error: str = ""
     message: str = ""
+    result: StepResult | None = None
 
 
 @dataclass(frozen=True)

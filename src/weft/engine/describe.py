@@ -16,7 +16,7 @@ from weft.engine.build import Engine
 from weft.engine.costs import profile_key
 from weft.engine.devices import describe_executor, device_name, is_cpu
 from weft.engine.host_tier import describe_host_attention
-from weft.engine.model import describe_kernels
+from weft.engine.model import describe_kernels, describe_stages
 from weft.engine.prefix_disk import describe_disk
 from weft.engine.threads import plan_threads
 from weft.engine.weights import stored_weights
@@ -57,6 +57,7 @@ def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:
         host_costs=engine.host_costs,
         places=config.attend,
         kv_disk=describe_disk(config),
+        stages=tuple(describe_stages(config, model)),
         kv_dtype=model.dtype if config.kv_dtype == "auto" else config.kv_dtype,
         device=device_name(model.device),
         isa=model.ops.isa,

@@ -22,7 +22,7 @@ from weft.exec.eager import EagerExecutor
 from weft.exec.input_batch import InputBatch
 from weft.exec.step_layout import sizes_for
 from weft.exec.store import KVStore, Memory, host_memory
-from weft.kernels.collectives import Alone, Collectives
+from weft.kernels.interface import OpTable
 from weft.kernels.lanes import lanes_for
 from weft.kv.disk_cache import DiskCache
 from weft.models.decoder import Decoder
@@ -65,12 +65,13 @@ class Stopwatch:
 
 
 @contextmanager
-def allocating(what: str, advice: str, ranks: Collectives | None = None) -> Iterator[None]:
+def allocating(what: str, advice: str, ops: OpTable | None = None) -> Iterator[None]:
     """Name the purpose of the memory if it runs out within.
 
     Args:
         what: is allocated.
         advice: which settings help.
+        ops: of the model that it is for.
 
     Raises:
         OutOfMemoryError: instead of what torch, the driver or Python raise.
@@ -80,8 +81,7 @@ def allocating(what: str, advice: str, ranks: Collectives | None = None) -> Iter
     except (MemoryError, OSError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        ranks = ranks or Alone()
-        of = f" of rank {ranks.rank}" if ranks.size > 1 else ""
+        of = f" of rank {ops.process}" if ops is not None and ops.processes > 1 else ""
         raise OutOfMemoryError(f"There is not enough memory for {what}{of}; {advice}.") from error
 
 
@@ -175,18 +175,28 @@ def describe_executor(executor: Executor) -> str:
 def is_resident(config: EngineConfig, device: str) -> bool:
     """Whether steps are leased to the resident loop; see ``resident`` in the settings."""
     wanted = config.resident == "on" or (config.resident == "auto" and is_cpu(device))
-    return wanted and config.tensor_parallel == 1
+    return wanted and config.processes == 1
 
 
 def steps_in_flight(config: EngineConfig, device: str) -> int:
     """Steps that wait while the next is planned; see ``steps_in_flight`` in the settings.
 
-    By default one, but none where the thread that plans computes, too: on a CPU alone.
+    By default one, but none where the thread that plans computes, too: on a CPU alone. With the
+    stages of a pipeline one for each.
     """
     if config.steps_in_flight is not None:
         return config.steps_in_flight
+    if config.pipeline_parallel > 1:
+        return config.pipeline_parallel
     beside = bool(config.host_kv_memory or config.attend) or config.tensor_parallel > 1
     return int(beside or not is_cpu(device))
+
+
+def pipelined_steps(config: EngineConfig) -> int:
+    """How many steps the sequences are shared out over that decode; 0 without a pipeline."""
+    if config.pipeline_parallel == 1:
+        return 0
+    return max(1, steps_in_flight(config, config.device))
 
 
 def make_executor(
@@ -207,7 +217,7 @@ def make_executor(
     host_tier = allocating(
         f"the KV of the host ({format_bytes(config.host_kv_memory or 0)})",
         "set host_kv_memory to less",
-        decoder.ops.ranks,
+        decoder.ops,
     )
     if is_cpu(decoder.device):
         with host_tier:

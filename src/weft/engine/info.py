@@ -23,7 +23,13 @@ from weft.engine.halves import choose_halves
 from weft.engine.host_experts import predicted_lines
 from weft.engine.host_tier import describe_host_attention
 from weft.engine.machine import cpu_name, usable_cores
-from weft.engine.model import Model, check_host_memory, describe_kernels, find_model
+from weft.engine.model import (
+    Model,
+    check_host_memory,
+    describe_kernels,
+    describe_stages,
+    find_model,
+)
 from weft.engine.prefix_disk import describe_disk
 from weft.engine.threads import plan_threads
 from weft.models.layout import num_parameters
@@ -58,7 +64,8 @@ def collect_info(config: EngineConfig) -> dict[str, Any]:
         "model": _model_facts(config, model),
         "memory": _memory_facts(config, model),
         "batch_invariant": model.ops.batch_invariant,
-        "ranks": config.tensor_parallel,
+        "ranks": config.processes,
+        "stages": describe_stages(config, model),
         "kernels": describe_kernels(config, model),
         "scheduling": _scheduling_facts(config, model),
         "halves": halves.why,
@@ -75,6 +82,9 @@ def _torch_version() -> str | None:
 
 def _scheduling_facts(config: EngineConfig, model: Model) -> dict[str, Any]:
     """The policy of a server with these settings, and why."""
+    if config.pipeline_parallel > 1:
+        reason = "as is set" if config.scheduler != "auto" else "the steps of stages overlap"
+        return {"policy": "fcfs", "reason": reason}
     path = profile_path(profile_key(config, model), config.profile)
     problem, host_costs = "", ""
     try:
@@ -180,6 +190,7 @@ def format_info(info: dict[str, Any]) -> str:
         ("tokenizer", model["tokenizer"]),
         ("weights", f"{format_bytes(memory['weight_bytes'])}{share}"),
         *[("" if at else "offload", line) for at, line in enumerate(memory["host_experts"])],
+        *(("", line) for line in info["stages"]),
         ("workspace", format_bytes(memory["workspace_bytes"])),
         (
             "KV cache",

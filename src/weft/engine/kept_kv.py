@@ -73,7 +73,7 @@ def map_kept_kv(
         OSError: there is not so much memory.
     """
     on_numpy = is_cpu(model.device) and model.ops.describe()["paged_attention"] == "cpu"
-    if file is None or not on_numpy or config.tensor_parallel > 1 or not config.prefix_caching:
+    if file is None or not on_numpy or config.processes > 1 or not config.prefix_caching:
         return None
     dtype = cache_dtype(config.kv_name(model.dtype))
     item = numpy_dtype(dtype).itemsize

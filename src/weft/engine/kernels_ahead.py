@@ -295,7 +295,8 @@ def compile_ahead(
         KernelFolder(Path(request.folder)).foreign(kernel_cache.maker(gpu)),
         kernel_cache.note_late(),
     )
-    if not config.graphs or model.host is not None:  # what waits for the host is found as it runs
+    # What waits for the host or for another stage is found as it runs.
+    if not config.graphs or model.host is not None or model.layers:
         return found
     kept = found.folder.kept(found.start)
     if kept is not None:

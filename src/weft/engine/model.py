@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ from weft.models.layout import weight_bytes
 from weft.models.shard import Shard, shard_spec
 from weft.models.spec import ModelSpec
 from weft.models.spec_reader import read_spec
+from weft.models.stages import describe_stage, split_spec, stage_spec
 
 ABSENT = "meta"  # the device where torch follows shapes and has no numbers
 CONTEXT_BYTES = 2**30  # that a driver takes of a GPU, an estimate
@@ -49,7 +52,8 @@ class Model:
 
     Attributes:
         source: a model folder, or a GGUF file.
-        rank_spec: what each rank computes; the same as ``spec`` where the model is not cut.
+        rank_spec: what this rank computes; the same as ``spec`` where the model is neither cut nor
+            split into stages.
         facts: of one rank.
         host: the experts that stay on the host of the device; None for none.
         dtype: name of the dtype of weights and KV.
@@ -64,6 +68,12 @@ class Model:
     ops: OpTable
     device: str
     host: HostPart | None = None
+    layers: tuple[range, ...] = ()  # of each stage; empty where there is one
+
+    @property
+    def own_layers(self) -> range | None:
+        """Those of this rank's stage; None where there is one stage."""
+        return self.layers[self.rank_spec.stage.number] if self.layers else None
 
     @property
     def folder(self) -> Path:
@@ -101,8 +111,7 @@ def find_model(
     source = resolve_model(config.model, revision=config.revision, offline=config.offline)
     spec = read_spec(source, config.max_model_len)
     ranks = config.tensor_parallel
-    rank_spec = shard_spec(spec, ranks)
-    device = ABSENT if absent else pick_device(config.device, rank, ranks)
+    device = ABSENT if absent else pick_device(config.device, rank, config.processes)
     dtype = _choose_dtype(config, spec.dtype, device)
     storage = stored_weights(config, spec, dtype, device)
     try:
@@ -116,21 +125,77 @@ def find_model(
             f"kernels='{config.kernels}' is not batch-invariant; set kernels='cpu', or turn "
             "require_batch_invariance off"
         )
+    stages = split_spec(spec, config.pipeline_parallel, partial(_weight_bytes, config, dtype, ops))
+    stage_specs = _of_ranks(shard_spec(spec, ranks), stages)
+    rank_spec = stage_specs[rank // ranks]
     check_storage(config, spec, ops)
     check_launches(config, spec, dtype, ops)
-    check_heads(config, rank_spec, dtype, ops, device)
+    check_heads(config, shard_spec(spec, ranks), dtype, ops, device)
     check_attends_on_host(config, spec, ops)
+    free = (
+        _free_memory(device, config.processes, returning_bytes)
+        if absent is None
+        else absent.memory_bytes - CONTEXT_BYTES
+    )
+    facts = _facts_of_all(
+        [
+            _facts(config, dtype, ops, device, free, stage, of_rank, halves=halves)
+            for stage, of_rank in zip(stages, stage_specs, strict=True)
+        ]
+    )
+    facts, host = place_experts(config, spec, dtype, ops, facts)
+    folder = source.parent if source.is_file() else source
+    defaults = read_generation_defaults(folder)
+    layers = tuple(range(s.stage.first, s.stage.first + s.num_layers) for s in stages)
+    if len(stages) == 1:
+        layers = ()
+    return Model(source, spec, rank_spec, defaults, dtype, facts, ops, device, host, layers)
+
+
+def _weight_bytes(config: EngineConfig, dtype: str, ops: OpTable, spec: ModelSpec) -> int:
+    """The memory of the weights of a rank, of a whole model or a stage of it."""
+    shard = Shard(0, config.tensor_parallel)
+    return weight_bytes(
+        spec, dtype, config.quantize, config.quantize_group, shard, computes=ops.computes
+    )
+
+
+def _of_ranks(cut: ModelSpec, stages: Sequence[ModelSpec]) -> list[ModelSpec]:
+    """What a rank computes of each stage of a model, which is cut like this."""
+    if len(stages) == 1:
+        return [cut]
+    found = []
+    for spec in stages:
+        at = spec.stage
+        found.append(
+            stage_spec(cut, at.number, at.count, range(at.first, at.first + spec.num_layers))
+        )
+    return found
+
+
+def _facts(
+    config: EngineConfig,
+    dtype: str,
+    ops: OpTable,
+    device: str,
+    available_bytes: int,
+    spec: ModelSpec,
+    rank_spec: ModelSpec,
+    *,
+    halves: bool,
+) -> Facts:
+    """The facts of a rank of a stage.
+
+    Args:
+        spec, rank_spec: of the stage, and what the rank computes of it.
+    """
     element, on_host = DTYPE_BYTES[dtype], is_cpu(device)
     kv = KV_TYPES.get(config.kv_dtype)
     kv_bytes = (element, 0) if kv is None else (kv.code_bytes, kv.scale_bytes)
-    facts = Facts(
+    return Facts(
         max_position_embeddings=spec.max_position_embeddings,
-        weight_bytes=weight_bytes(
-            spec, dtype, config.quantize, config.quantize_group, Shard(0, ranks), ops.computes
-        ),
-        available_bytes=_free_memory(device, ranks, returning_bytes)
-        if absent is None
-        else absent.memory_bytes - CONTEXT_BYTES,
+        weight_bytes=_weight_bytes(config, dtype, ops, spec),
+        available_bytes=available_bytes,
         groups=tuple(
             GroupFacts(group.name, group.window, group.bytes_per_token(*kv_bytes))
             for group in rank_spec.kv_groups
@@ -142,14 +207,43 @@ def find_model(
             element,
             _step_sizes(config, rank_spec, kv_bytes, halves=halves),
             graphs=config.graphs,
-            ranks=ranks,
+            ranks=config.tensor_parallel,
         ),
         kv_share=HOST_KV_SHARE if on_host else DEVICE_KV_SHARE,
     )
-    facts, host = place_experts(config, spec, dtype, ops, facts)
-    folder = source.parent if source.is_file() else source
-    defaults = read_generation_defaults(folder)
-    return Model(source, spec, rank_spec, defaults, dtype, facts, ops, device, host)
+
+
+def _facts_of_all(stages: Sequence[Facts]) -> Facts:
+    """The facts of all stages, with the most that one of them needs of everything."""
+    if len(stages) == 1:
+        return stages[0]
+    groups = tuple(
+        max(group, key=lambda one: one.bytes_per_token)
+        for group in zip(*(facts.groups for facts in stages), strict=True)
+    )
+    return replace(
+        stages[0],
+        weight_bytes=max(facts.weight_bytes for facts in stages),
+        workspace_bytes=max(facts.workspace_bytes for facts in stages),
+        groups=groups,
+        stages=tuple(stages),
+    )
+
+
+def describe_stages(config: EngineConfig, model: Model) -> list[str]:
+    """What each stage of a pipeline holds, a line each; none where there is one stage."""
+    lines = []
+    for number, (layers, facts) in enumerate(zip(model.layers, model.facts.stages, strict=True)):
+        part = stage_spec(model.spec, number, len(model.layers), layers)
+        first, width = number * config.tensor_parallel, config.tensor_parallel
+        who = f"rank {first}" if width == 1 else f"ranks {first} to {first + width - 1}"
+        kv = sum(group.bytes_per_token for group in facts.groups)
+        lines.append(
+            f"stage {number} ({who}): {describe_stage(part)}; weights "
+            f"{format_bytes(facts.weight_bytes)}, KV {format_bytes(kv)} a token"
+            f"{' each' * (width > 1)}"
+        )
+    return lines
 
 
 def resolve_settings(
@@ -183,7 +277,7 @@ def check_host_memory(config: EngineConfig, model: Model, resolved: ResolvedConf
     Raises:
         OutOfMemoryError: it has not.
     """
-    each, ranks, facts = config.host_kv_memory or 0, config.tensor_parallel, model.facts
+    each, ranks, facts = config.host_kv_memory or 0, config.processes, model.facts
     if is_cpu(model.device):
         free = facts.available_bytes - facts.weight_bytes - resolved.kv_bytes  # of one rank
         where = "beside weights and KV the host has"
@@ -200,7 +294,7 @@ def check_host_memory(config: EngineConfig, model: Model, resolved: ResolvedConf
 
 
 def describe_kernels(config: EngineConfig, model: Model) -> dict[str, dict[str, str]]:
-    """The kernel of each op, of the layers, and of the sums over ranks.
+    """The kernel of each op, of the layers, of sums over ranks and of what stages send.
 
     For each its ``kernel`` and ``dtype``, of attention also its ``kv_dtype``; where kernels are
     launched, also the ``tuning``: where their launches come from.
@@ -217,8 +311,11 @@ def describe_kernels(config: EngineConfig, model: Model) -> dict[str, dict[str, 
         found["host_moe"] = {"kernel": model.host.ops.names["moe"], "dtype": model.dtype}
     layers = describe_layers(model.rank_spec, ops, ranks)
     found["layers"] = {"kernel": layers, "dtype": model.dtype}
+    backend = "gloo" if is_cpu(model.device) else "NCCL"
+    if model.layers:
+        stages = f"{backend}, through {len(model.layers)} stages"
+        found["stages"] = {"kernel": stages, "dtype": model.dtype}
     if ranks > 1:
-        backend = "gloo" if is_cpu(model.device) else "NCCL"
         sums = f"{backend}, over {ranks} ranks in their order"
         found["sums"] = {"kernel": sums, "dtype": "float32"}
     return found

@@ -207,7 +207,8 @@ def _build(
     kv_file = None if options.kv is None else KVFile(options.kv, in_use=options.standby)
     engine = build_engine(config, options.returning_bytes, patience_s, kv_file=kv_file)
     config.check_ring(engine.resolved.max_model_len)
-    choice = choose_policy(config, engine) if config.scheduler == "auto" else None
+    auto = config.scheduler == "auto" and config.pipeline_parallel == 1
+    choice = choose_policy(config, engine) if auto else None
     served = describe_served(config, engine)
     if choice is not None:
         served = replace(served, scheduling=choice.describe(), classes=choice.classes)

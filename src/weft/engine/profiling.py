@@ -9,7 +9,7 @@ from typing import Any
 
 from weft.core.config import EngineConfig
 from weft.core.config_rules import excludes_halves
-from weft.core.errors import ProfileError
+from weft.core.errors import ConfigError, ProfileError
 from weft.cost.fit import Fitted, ProfileKey
 from weft.cost.host_profiler import profile_host
 from weft.cost.interference import Interference
@@ -35,6 +35,12 @@ def profiled_config(settings: Mapping[str, Any]) -> EngineConfig:
     Raises:
         ConfigError: they cannot be.
     """
+    if int(settings.get("pipeline_parallel") or 1) > 1:
+        raise ConfigError(
+            "The steps of a pipeline are not measured, as they overlap; leave pipeline_parallel "
+            "out.",
+            param="pipeline_parallel",
+        )
     if not (settings.get("host_threads") or settings.get("host_process")):
         config = EngineConfig.from_mapping(settings)
         if config.overlap == "off" or is_cpu(pick_device(config.device)):

@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 from collections import deque
+from collections.abc import Sequence
 
 from weft.core.config import EngineConfig
 from weft.core.errors import InvariantError, WeftError
@@ -26,6 +27,7 @@ from weft.core.ports import Executor, Ticket
 from weft.core.process import die_with, set_process_title
 from weft.engine.channel import Channel, RankTokens, Report, Step, Task
 from weft.engine.postpone import postpone
+from weft.engine.rank_role import Role, plan_of_stage, role_of
 
 logger = logging.getLogger("weft")
 
@@ -63,7 +65,8 @@ def main() -> None:
     channel.send(Report())
     gc.collect()
     gc.freeze()
-    Follower(task.rank, channel, executor).run()
+    config = EngineConfig.from_mapping(task.settings)
+    Follower(task.rank, channel, executor, role_of(task.rank, config)).run()
 
 
 def _build(task: Task) -> Executor:
@@ -77,11 +80,15 @@ def _build(task: Task) -> Executor:
 class Follower:
     """Launches plans as they come, and collects each step when rank 0 has: no more are in flight.
 
-    An executor without depth computes when its steps are collected, which is at once.
+    Who tells results collects each step when it has ended. An executor without depth computes when
+    its steps are collected, which is at once.
     """
 
-    def __init__(self, rank: int, channel: Channel, executor: Executor) -> None:
+    def __init__(
+        self, rank: int, channel: Channel, executor: Executor, role: Role = Role.COMPARES
+    ) -> None:
         self._rank = rank
+        self._role = role
         self._channel = channel
         self._executor = executor
         self._tickets: deque[Ticket] = deque()
@@ -90,23 +97,47 @@ class Follower:
     def run(self) -> None:
         """Work until rank 0 closes the channel; the process then ends, whatever it does."""
         try:
-            while (step := self._channel.receive(Step)) is not None:
-                for theirs in step.collected:
-                    if not self._results:
-                        self._collect()
-                    self._compare(theirs, self._results.popleft())
-                self._tickets.append(self._executor.launch(step.plan))
-                if self._executor.depth == 0:
+            while (step := self._receive()) is not None:
+                plan = step.plan
+                if self._role is not Role.TELLS:
+                    self._take(step.collected)
+                if self._role is Role.HEARS:
+                    plan = plan_of_stage(plan, step.collected)
+                self._tickets.append(self._executor.launch(plan))
+                if len(self._tickets) > self._executor.depth and self._collects_at_once:
                     self._collect()
         except Exception as error:
             self._end_by(error)
         os._exit(0)
 
+    @property
+    def _collects_at_once(self) -> bool:
+        return self._executor.depth == 0 or self._role is Role.TELLS
+
+    def _receive(self) -> Step | None:
+        """The next step. Results are told while there is none."""
+        if self._role is Role.TELLS:
+            while self._tickets and not self._channel.has_more():
+                self._collect()
+        return self._channel.receive(Step)
+
+    def _take(self, collected: Sequence[RankTokens]) -> None:
+        """Collect the steps that rank 0 has collected."""
+        for theirs in collected:
+            if not self._results:
+                self._collect()
+            mine = self._results.popleft()
+            if self._role is Role.COMPARES:
+                self._compare(theirs, mine)
+
     def _collect(self) -> None:
-        self._results.append(self._tickets.popleft().result())
+        result = self._tickets.popleft().result()
+        if self._role is Role.TELLS:
+            self._channel.send(Report(result=result))
+        else:
+            self._results.append(result)
 
     def _compare(self, theirs: RankTokens, result: StepResult) -> None:
-
         mine = RankTokens.of(result)
         other = [i for i, tokens in theirs.tokens.items() if mine.tokens.get(i) != tokens]
         if other or theirs.step_id != mine.step_id:
@@ -116,7 +147,6 @@ class Follower:
             )
 
     def _end_by(self, error: Exception) -> None:
-
         logger.error("Rank %d ends.", self._rank, exc_info=error)
         with contextlib.suppress(OSError):
             self._channel.send(Report(type(error).__name__, f"{type(error).__name__}: {error}"))

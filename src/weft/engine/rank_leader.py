@@ -1,7 +1,9 @@
-"""Rank 0 of a tensor-parallel model: starts the other ranks and sends them its plans.
+"""Rank 0 of a model that several processes compute: starts the other ranks and sends its plans.
 
-Every rank runs the same executor on its part. All of them have all logits, so each chooses the same
-tokens, and nothing has to be sent back; a rank that chose others would end the engine.
+Every rank runs the same executor on its part. Ranks of the last stage (of the one stage, unless the
+layers are split over several) have all logits, so each of them chooses the same tokens; a rank that
+chose others would end the engine. If rank 0 is none of them, the first of them sends the results to
+it, and stages before hear of the tokens with a later plan.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from types import ModuleType
+from typing import NoReturn
 
 from weft.core import errors
 from weft.core.config import EngineConfig
@@ -29,10 +32,9 @@ from weft.core.process import describe_exit, start_child
 from weft.core.resolved import ResolvedConfig
 from weft.engine.channel import Channel, RankTokens, Report, Step, Task
 from weft.engine.forkserver import MEMORY_SETTINGS
+from weft.engine.rank_role import plan_of_stage
+from weft.kernels.collectives import ALONE, ONE_STAGE, Collectives, Link
 from weft.kernels.unavailable import KernelUnavailable
-
-if TYPE_CHECKING:
-    from weft.kernels.process_group import Group
 
 STOP_TIMEOUT_S = 5.0
 DEATH_S = 1.0  # in which a rank that has ended is found after a collective has failed
@@ -45,23 +47,24 @@ class Followers:
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     channels: list[Channel] = field(default_factory=list)
     closing: bool = False
+    said: dict[int, str] = field(default_factory=dict)  # why ranks have ended
 
-    def start(self, config: EngineConfig, resolved: ResolvedConfig, device: str) -> Group:
+    def start(self, config: EngineConfig, resolved: ResolvedConfig, device: str) -> Ways:
         """Start them, and meet them when they can load.
 
         Raises:
             EngineDeadError: one of them could not start.
         """
-        for rank in range(1, config.tensor_parallel):
+        for rank in range(1, config.processes):
             self._start(rank)
         self.wait()
         with tempfile.TemporaryDirectory(prefix="weft-ranks-") as folder:
-            meeting_point = str(Path(folder) / "meeting")
+            meeting_point = folder
             for rank, channel in enumerate(self.channels, 1):
                 channel.send(Task(asdict(config), resolved, rank, meeting_point))
-            group = meet(0, config.tensor_parallel, meeting_point, device)
-        threading.Thread(target=self._watch, args=(group,), daemon=True).start()
-        return group
+            ways = meet(0, config, meeting_point, device)
+        threading.Thread(target=self._watch, args=(ways,), daemon=True).start()
+        return ways
 
     def _start(self, rank: int) -> None:
         ours, theirs = socket.socketpair()
@@ -119,18 +122,36 @@ class Followers:
         for channel in self.channels:
             channel.send(step)
 
+    def result(self, rank: int) -> StepResult:
+        """Wait for what a rank says of the oldest step. Raises EngineDeadError if it has ended."""
+        report = self.channels[rank - 1].receive(Report)
+        if report is not None and report.result is not None:
+            return report.result
+        if report is not None:
+            self.said[rank] = report.message
+        raise EngineDeadError(f"Rank {rank} of the engine ended.")
+
     def check(self, within_s: float = 0.0) -> None:
         """Raise EngineDeadError if a rank has ended, or does so in that time."""
         end = time.monotonic() + within_s
         while True:
             for rank, process in enumerate(self.processes, 1):
                 if process.poll() is not None:
-                    report = self.channels[rank - 1].receive(Report)
-                    why = report.message if report else describe_exit(process.returncode)
+                    why = self._last_words(rank) or describe_exit(process.returncode)
                     raise EngineDeadError(f"Rank {rank} of the engine ended: {why}.")
             if time.monotonic() >= end:
                 return
             time.sleep(0.01)
+
+    def _last_words(self, rank: int) -> str:
+        """What a rank that has ended said of it, after results of its last steps."""
+        while rank not in self.said:
+            report = self.channels[rank - 1].receive(Report)
+            if report is None:
+                return ""
+            if report.result is None:
+                self.said[rank] = report.message
+        return self.said[rank]
 
     def fail(self, error: Exception) -> NoReturn:
         """End all ranks, so that nothing waits for them; raise ``error`` or its cause."""
@@ -159,7 +180,7 @@ class Followers:
                 process.wait(STOP_TIMEOUT_S)
         self.kill()
 
-    def _watch(self, group: Group) -> None:
+    def _watch(self, ways: Ways) -> None:
         """End what waits for a rank that has ended; NCCL would not notice."""
         descriptors = []
         with contextlib.suppress(ProcessLookupError):  # ended already
@@ -168,17 +189,21 @@ class Followers:
         for descriptor in descriptors:
             os.close(descriptor)
         if not self.closing:
-            group.abort()
+            ways.abort()
 
 
 class ParallelExecutor:
-    """Runs plans on all ranks of a model that is cut.
+    """Runs plans on all ranks of a model.
+
+    Args:
+        teller: the rank that sends the results of steps; 0 if they are those of rank 0.
 
     Attributes:
         inner: the executor of rank 0's part.
     """
 
-    def __init__(self, inner: Executor, followers: Followers) -> None:
+    def __init__(self, inner: Executor, followers: Followers, teller: int = 0) -> None:
+        self._teller = teller
         self.depth = inner.depth
         self.overlaps = inner.overlaps
         self.inner = inner
@@ -194,11 +219,12 @@ class ParallelExecutor:
         """
         try:
             self._followers.send(Step(_without_texts(plan), tuple(self._collected)))
-            ticket = self.inner.launch(plan)
+            mine = plan_of_stage(plan, self._collected) if self._teller else plan
+            ticket = self.inner.launch(mine)
         except Exception as error:
             self._followers.fail(error)
         self._collected.clear()
-        return ParallelTicket(ticket, self._followers, self._collected)
+        return ParallelTicket(ticket, self._followers, self._collected, self._teller)
 
     def check(self) -> None:
         """Raise EngineDeadError if a rank has ended."""
@@ -220,12 +246,15 @@ def _without_texts(plan: StepPlan) -> StepPlan:
 
 
 class ParallelTicket:
-    """A step that was launched on all ranks; ``result`` waits for rank 0."""
+    """A step that was launched on all ranks; ``result`` waits for rank 0, and who tells it."""
 
     lease: Lease | None = None  # no rank goes on by itself
 
-    def __init__(self, inner: Ticket, followers: Followers, collected: list[RankTokens]) -> None:
+    def __init__(
+        self, inner: Ticket, followers: Followers, collected: list[RankTokens], teller: int = 0
+    ) -> None:
         self._inner = inner
+        self._teller = teller
         self._followers = followers
         self._collected = collected
 
@@ -233,6 +262,8 @@ class ParallelTicket:
         """Return what the step gave. Raises EngineDeadError if a rank has ended."""
         try:
             result = self._inner.result()
+            if self._teller:
+                result = self._followers.result(self._teller)
             self._followers.check()
         except Exception as error:
             self._followers.fail(error)
@@ -240,33 +271,58 @@ class ParallelTicket:
         return result
 
 
-def meet(rank: int, size: int, meeting_point: str, device: str) -> Group:
-    """Meet the other ranks. Raises KernelError or EngineDeadError."""
+@dataclass(frozen=True)
+class Ways:
+    """How a rank reaches the others: those of its stage, and the next stage."""
+
+    ranks: Collectives
+    link: Link
+    abort: Callable[[], None]
+
+
+def meet(rank: int, config: EngineConfig, meeting_point: str, device: str) -> Ways:
+    """Meet the other ranks in a folder. Raises KernelError or EngineDeadError."""
+    module, folder = _process_group(), Path(meeting_point)
+    width, stages = config.tensor_parallel, config.pipeline_parallel
+    ranks: Collectives = ALONE
+    link: Link = ONE_STAGE
+    aborts = []
     try:
-        return _group_type()(rank, size, Path(meeting_point), device)
+        if width > 1:
+            group = module.Group(rank % width, width, folder / f"stage-{rank // width}", device)
+            ranks, aborts = group, [group.abort]
+        if stages > 1:  # where each is met when all have met the ranks of its stage
+            pipe = module.Pipe(rank, width * stages, stages, folder / "stages", device)
+            link, aborts = pipe, [*aborts, pipe.abort]
     except KernelUnavailable as error:
         raise KernelError(str(error)) from error
     except RuntimeError as error:
         raise EngineDeadError(f"Rank {rank} could not meet the others: {error}") from error
 
+    def abort() -> None:
+        for end in aborts:
+            end()
 
-def _group_type() -> type[Group]:
+    return Ways(ranks, link, abort)
+
+
+def _process_group() -> ModuleType:
     """The collectives of torch. Raises KernelError if it is not installed."""
     try:
-        from weft.kernels.process_group import Group
+        from weft.kernels import process_group
     except ImportError as error:
         raise KernelError(
-            f"tensor_parallel needs torch, which is not installed ({error}): "
-            "pip install 'weft[cuda]'"
+            "tensor_parallel and pipeline_parallel need torch, which is not installed "
+            f"({error}): pip install 'weft[cuda]'"
         ) from error
-    return Group
+    return process_group
 
 
 def build_parallel(
     config: EngineConfig,
     resolved: ResolvedConfig,
     device: str,
-    build: Callable[[Group], Executor],
+    build: Callable[[Ways], Executor],
 ) -> ParallelExecutor:
     """Start the other ranks, and ``build`` the executor of rank 0 while they build theirs.
 
@@ -276,12 +332,12 @@ def build_parallel(
     Raises:
         WeftError: a typed error, also of another rank.
     """
-    _group_type()  # before processes are started that would miss it, too
+    _process_group()  # before processes are started that would miss it, too
     followers = Followers()
     try:
-        group = followers.start(config, resolved, device)
+        ways = followers.start(config, resolved, device)
         try:
-            executor = build(group)
+            executor = build(ways)
         except RuntimeError:  # of a sum, if another rank has ended
             followers.explain()
             raise
@@ -289,4 +345,5 @@ def build_parallel(
     except BaseException:
         followers.close()
         raise
-    return ParallelExecutor(executor, followers)
+    teller = config.processes - config.tensor_parallel  # the first rank of the last stage
+    return ParallelExecutor(executor, followers, teller)

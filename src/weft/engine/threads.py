@@ -50,7 +50,7 @@ def compute_threads(config: EngineConfig, topology: Topology) -> int:
     """Threads of each rank, without those that attend on the host."""
     if config.threads:
         return config.threads
-    return max(1, topology.compute_threads // config.tensor_parallel - config.num_host_threads)
+    return max(1, topology.compute_threads // config.processes - config.num_host_threads)
 
 
 def plan_threads(config: EngineConfig, topology: Topology, rank: int = 0) -> ThreadPlan:
@@ -61,7 +61,7 @@ def plan_threads(config: EngineConfig, topology: Topology, rank: int = 0) -> Thr
     """
     threads, host = compute_threads(config, topology), config.num_host_threads
     each = threads + host
-    total = each * config.tensor_parallel
+    total = each * config.processes
     pinned, reason = _whether_to_pin(config, topology, total)
     cpus: tuple[int, ...] = ()
     host_cpus: tuple[int, ...] = ()
@@ -96,7 +96,7 @@ def _whether_to_pin(config: EngineConfig, topology: Topology, total: int) -> tup
         return False, "others may use the machine's cores, too"
     if len(topology.nodes) > 1 and total < topology.cpus:
         return True, f"the machine has {len(topology.nodes)} NUMA nodes"
-    if total == config.tensor_parallel < len(topology.cores):
+    if total == config.processes < len(topology.cores):
         return False, "only helpers of a first thread are"
     if total < len(topology.cores):
         return True, "the engine has the machine, with cores left over for the request planes"

@@ -159,7 +159,7 @@ class EagerExecutor:
         Computing a row again is safe: it writes the same KV to the same slots. Drafts are left out
         then, so that they cannot be the cause.
         """
-        with OutOfMemoryGuard(self._decoder.ops.ranks.size) as memory:
+        with OutOfMemoryGuard(self._decoder.ops.processes) as memory:
             self._forward(batch, output)
         if not memory.ran_out:
             return
@@ -173,7 +173,7 @@ class EagerExecutor:
         self, batches: Seq[SubBatch], overlapped: OverlappedForward, output: StepOutput
     ) -> None:
         """Run sub-batches with rows of both tiers; if memory runs out, their rows one by one."""
-        with OutOfMemoryGuard(self._decoder.ops.ranks.size) as memory:
+        with OutOfMemoryGuard(self._decoder.ops.processes) as memory:
             results = overlapped.run(batches)
         if memory.ran_out:
             overlapped.give_up()
@@ -182,7 +182,7 @@ class EagerExecutor:
         for batch, result in zip(batches, results, strict=True):
             for row, error in result.failed.items():
                 output.fault(row, error)
-            with OutOfMemoryGuard(self._decoder.ops.ranks.size) as memory:
+            with OutOfMemoryGuard(self._decoder.ops.processes) as memory:
                 self._finish(batch, result.inputs, result.hidden, output)
             if memory.ran_out:
                 self._run_apart((batch,), overlapped, output)
@@ -229,7 +229,7 @@ class EagerExecutor:
 
         If memory runs out, they are computed apart from it; one that finds none alone ends.
         """
-        with OutOfMemoryGuard(self._decoder.ops.ranks.size) as memory:
+        with OutOfMemoryGuard(self._decoder.ops.processes) as memory:
             self._forward_with(rows, batch, begun, limits, output)
         if not memory.ran_out:
             return
@@ -244,7 +244,7 @@ class EagerExecutor:
         self, rows: PiggybackedRows, begun: Seq[int], limits: Seq[int], output: StepOutput
     ) -> None:
         """Carry one row at a time; if memory runs out, its sequence ends."""
-        with OutOfMemoryGuard(self._decoder.ops.ranks.size) as memory:
+        with OutOfMemoryGuard(self._decoder.ops.processes) as memory:
             self._forward_with(rows, NOTHING, begun, limits, output)
         if memory.ran_out:
             for row in rows.give_up(begun):

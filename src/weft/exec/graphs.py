@@ -93,6 +93,8 @@ class GraphExecutor:
         self._table = table
         self._device = device
         self._most_samples = padded_size(min(steps.max_samples, max_tokens), sizes)
+        if not decoder.spec.stage.ends:
+            self._most_samples = 0  # of which only the last stage has the logits
         windows = [group.window for group in decoder.spec.kv_groups]
         attends = tier is not None and tier.attention is not None
         lanes, pairs = None, None
@@ -329,7 +331,7 @@ class GraphExecutor:
             output.fault(row, no_memory(int(self._table.length[row])))
 
     def _memory_guard(self) -> OutOfMemoryGuard:
-        return OutOfMemoryGuard(self._decoder.ops.ranks.size)
+        return OutOfMemoryGuard(self._decoder.ops.processes)
 
     def _run(
         self, batch: SubBatch, output: StepOutput, carried: Carried | None, ahead: int

@@ -132,10 +132,12 @@ class InputBatch:
         )
 
     def apply(self, plan: StepPlan) -> None:
-        """Bring the rows up to the plan: drop, add, move, extend, in this order.
+        """Bring the rows up to the plan: tell, drop, add, move, extend, in this order.
 
         Rows that move layer by layer while the step computes do so after it, by ``move``.
         """
+        if plan.told:
+            self._tell(plan.told)
         for row in plan.drop:
             self._drop(row)
         for add in plan.add:
@@ -145,6 +147,13 @@ class InputBatch:
                 self.move(move)
         for row, group, blocks in plan.extend:
             self._append(row, group, blocks)
+
+    def _tell(self, told: Seq[tuple[int, Seq[int]]]) -> None:
+        """Store tokens that others have chosen, by sequence."""
+        rows = {sequence_id: row for row, sequence_id in enumerate(self.sequence_ids)}
+        for sequence_id, tokens in told:
+            for token in tokens:
+                self.append_token(rows[sequence_id], token)
 
     def move(self, move: KVMove) -> None:
         """Switch a row to the block tables of its other tier."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from weft.core.errors import InvariantError
 from weft.kernels.arrays import Array
 
 # Below this every rank gets all parts and adds them itself: one exchange instead of two. The size
@@ -46,3 +47,44 @@ class Alone:
 
 
 ALONE = Alone()
+
+
+class Link(Protocol):
+    """The way of hidden states through the stages of a pipeline.
+
+    Every stage takes the same steps in the same order, so a stage receives what the one before it
+    has sent. Ranks of a stage have the same hidden states; each sends them to the rank of the next
+    stage that has its number.
+
+    Attributes:
+        stage: of this process, below ``stages``.
+    """
+
+    stage: int
+    stages: int
+
+    def send(self, x: Array) -> None:
+        """Send an array to the next stage; it must not change any more."""
+
+    def receive(self, into: Array) -> Array:
+        """Return ``into`` with what the previous stage has sent: an array of its shape and dtype.
+
+        Raises:
+            RuntimeError: that stage has ended.
+        """
+
+
+class OneStage:
+    """A model that is not split into stages."""
+
+    stage = 0
+    stages = 1
+
+    def send(self, x: Array) -> None:  # noqa: ARG002 - as a link has it
+        raise InvariantError("there is no next stage")
+
+    def receive(self, into: Array) -> Array:  # noqa: ARG002 - as a link has it
+        raise InvariantError("there is no previous stage")
+
+
+ONE_STAGE = OneStage()

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias
 
 from weft.kernels.advance import Advance
 from weft.kernels.arrays import Array
-from weft.kernels.collectives import ALONE, Collectives
+from weft.kernels.collectives import ALONE, ONE_STAGE, Collectives, Link
 from weft.kernels.hosted import AwaitAnswer, await_answer
 from weft.kernels.lanes import LaneOps
 from weft.kernels.parts import LayerParts, StackParts
@@ -322,11 +322,22 @@ class OpTable:
     batch_invariant: bool  # a token's result depends on nothing but its own context
     names: dict[str, str] = field(repr=False)
     ranks: Collectives = ALONE  # those among which the weights are cut
+    link: Link = ONE_STAGE  # the stages into which the layers are split
     # None: what ``pack`` makes cannot be kept in files, and it takes no lists of arrays.
     packed: PackedMatrices | None = None
     tuning: Tuning | None = None  # where launches come from, of the ops of ``TUNED``
     isa: str = ""  # the instruction set of native kernels
     await_answer: AwaitAnswer = await_answer  # of a host that computes experts; can be captured
+
+    @property
+    def processes(self) -> int:
+        """Processes that compute each step together."""
+        return self.ranks.size * self.link.stages
+
+    @property
+    def process(self) -> int:
+        """The number of this process among them; those of the first stage come first."""
+        return self.link.stage * self.ranks.size + self.ranks.rank
 
     def describe(self) -> dict[str, str]:
         """Return op name -> implementation name, in table order."""

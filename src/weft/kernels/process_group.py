@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from weft.kernels.collectives import ONE_EXCHANGE_BYTES
 from weft.kernels.unavailable import KernelUnavailable
 
 TIMEOUT_S = 300  # of one collective; a rank that has ended is noticed before
+SENDS_AT_ONCE = 2  # that wait for the next stage, of those that wait at all
 
 
 class Group:
@@ -72,6 +74,64 @@ class Group:
         return total.to(parts.dtype)
 
 
+class Pipe:
+    """Hidden states from stage to stage over processes: NCCL for CUDA tensors, gloo for others.
+
+    Args:
+        rank: of all processes: those of the first stage come first.
+        size: of all processes.
+        meeting_point: see ``Group``.
+
+    Raises:
+        KernelUnavailable, RuntimeError: see ``Group``.
+    """
+
+    def __init__(self, rank: int, size: int, stages: int, meeting_point: Path, device: str) -> None:
+        width = size // stages
+        self.stage, self.stages = rank // width, stages
+        self._before, self._after = rank - width, rank + width
+        on_gpu = device.startswith("cuda")
+        self._aborts = on_gpu
+        # Sends that gloo has not ended. A stage goes on while the next one is still computing.
+        self._sending: deque[tuple[Any, Array]] = deque()
+        self._at_once = 0 if on_gpu else SENDS_AT_ONCE
+        connect = _nccl if on_gpu else _gloo
+        self._group = connect(meeting_point, rank, size)
+        self._connect(torch.zeros(1, device=device))
+
+    def _connect(self, one: Tensor) -> None:
+        """Send something through all stages, which connects them, and wait until it has arrived."""
+        if self.stage:
+            self.receive(one)
+        if self.stage < self.stages - 1:
+            self.send(one)
+        everyone = one.new_empty(self._group.size())
+        self._group._allgather_base(everyone, one).wait()
+
+    def send(self, x: Array) -> None:
+        tensor = to_torch(x) if is_numpy(x) else x
+        self._sending.append((self._group.send([tensor], self._after, 0), tensor))
+        self._wait(self._at_once)
+
+    def flush(self) -> None:
+        """Wait until all that was sent has arrived."""
+        self._wait(0)
+
+    def _wait(self, remain: int) -> None:
+        while len(self._sending) > remain:
+            self._sending.popleft()[0].wait()
+
+    def receive(self, into: Array) -> Array:
+        tensor = to_torch(into) if is_numpy(into) else into
+        self._group.recv([tensor], self._before, 0).wait()
+        return into
+
+    def abort(self) -> None:
+        """End what waits for stages that have ended. For another thread."""
+        if self._aborts:
+            self._group.abort()
+
+
 def _gloo(meeting_point: Path, rank: int, size: int) -> Any:
     c10d = _torch_distributed()
     options = c10d.ProcessGroupGloo._Options()
@@ -84,7 +144,7 @@ def _gloo(meeting_point: Path, rank: int, size: int) -> Any:
 def _nccl(meeting_point: Path, rank: int, size: int) -> Any:
     c10d = _torch_distributed()
     if not c10d.is_nccl_available():
-        raise KernelUnavailable("this torch has no NCCL, which tensor_parallel needs on GPUs")
+        raise KernelUnavailable("this torch has no NCCL, which several ranks need on GPUs")
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=TIMEOUT_S)
     store = c10d.FileStore(str(meeting_point), size)

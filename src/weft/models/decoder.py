@@ -58,13 +58,14 @@ class Decoder:
     def __init__(self, spec: ModelSpec, weights: Mapping[str, Any], ops: OpTable) -> None:
         """Take the parameters, as ``ops`` packed them, by the names of ``layout.parameters``.
 
-        Of a model that is cut, ``spec`` and weights are those of a rank, see ``shard.shard_spec``.
+        Of a model that is cut, ``spec`` and weights are those of a rank, see ``shard.shard_spec``,
+        and of one that is split those of a stage, see ``stages.stage_spec``.
         """
         self.spec = spec
         self.ops = ops
-        self.embedding = weights["embed"]  # [V, C]
-        self.final_norm: Array = weights["norm"]  # [C]
-        self.lm_head = weights["embed" if spec.tied_embeddings else "lm_head"]  # [V, C]
+        self.embedding = weights.get("embed")  # [V, C], of the first stage
+        self.final_norm: Array = weights.get("norm")  # [C], of the last stage
+        self.lm_head = weights.get("embed" if spec.tied_embeddings else "lm_head")  # [V, C]
         self.layers = tuple(_layer_weights(number, weights) for number in range(spec.num_layers))
         self.per_layer_embedding = weights.get("per_layer_embed")  # [V', L * P]
         self.per_layer_projection = weights.get("per_layer_projection")  # [L * P, C]
@@ -74,23 +75,28 @@ class Decoder:
             for layer, layer_weights in zip(spec.layers, self.layers, strict=True)
         )
         self._frequencies = tuple(
-            from_numpy(self.final_norm, inverse_frequencies(rope)) for rope in spec.ropes
+            from_numpy(self._norm, inverse_frequencies(rope)) for rope in spec.ropes
         )
 
     @property
     def device(self) -> str:
         """The device of the weights, such as ``cpu`` or ``cuda:0``."""
-        return "cpu" if self.on_numpy else str(self.final_norm.device)
+        return "cpu" if self.on_numpy else str(self._norm.device)
 
     @property
     def on_numpy(self) -> bool:
         """Whether arrays are numpy's."""
-        return is_numpy(self.final_norm)
+        return is_numpy(self._norm)
 
     @property
     def dtype(self) -> str:
         """The name of the dtype of weights and hidden states."""
-        return dtype_name(self.final_norm.dtype)
+        return dtype_name(self._norm.dtype)
+
+    @property
+    def _norm(self) -> Array:
+        """A norm [C], which every stage has."""
+        return self.layers[0].input_norm
 
     def attention_params(self, layer: int) -> AttentionParams:
         """Return how this layer calls ``paged_attention`` and which group holds its cache."""
@@ -99,30 +105,57 @@ class Decoder:
     def forward(self, input_ids: Array, positions: Array, attend: Attend) -> Array:
         """Run every layer over T tokens.
 
+        Of a model that is split into stages: the layers of this one, from what the stage before has
+        sent, and send the result to the next one.
+
         Args:
             input_ids: [T] int64.
             positions: [T] int64, the place of each token in its own sequence.
 
         Returns:
-            The normalised hidden states [T, C].
+            The normalised hidden states [T, C]; before the last stage they are not normalised.
         """
-        residual = self.embed(input_ids)  # [T, C]
-        layer_inputs = self.layer_inputs(input_ids, residual)  # [L, T, P] or None
+        residual, layer_inputs = self._begin(input_ids)  # [T, C], [L, T, P] or None
         angles = self.angles(positions)
         for number in range(self.spec.num_layers):
             out = attend(number, *self.pre(number, residual, angles))
             inputs = None if layer_inputs is None else layer_inputs[number]
             residual = self.post(number, out, residual, inputs)
-        return self.finish(residual)
+        if self.spec.stage.ends:
+            return self.finish(residual)
+        self._hand_on(residual, layer_inputs)
+        return residual
+
+    def _begin(self, input_ids: Array) -> tuple[Array, Array | None]:
+        """The residual [T, C] and per-layer inputs [L, T, P] that the layers begin with."""
+        spec = self.spec
+        if spec.stage.embeds:
+            residual = self.embed(input_ids)
+            return residual, self.layer_inputs(input_ids, residual)
+        tokens, hidden, size = len(input_ids), spec.hidden_size, spec.per_layer_input_size
+        layers = spec.total_layers - spec.stage.first
+        width = hidden + layers * size
+        rows = self.ops.link.receive(empty(input_ids, (tokens, width), self.dtype))
+        if not size:
+            return rows, None
+        inputs = rows[:, hidden:].reshape(tokens, layers, size).swapaxes(0, 1)
+        return contiguous(rows[:, :hidden]), inputs
+
+    def _hand_on(self, residual: Array, layer_inputs: Array | None) -> None:
+        """Send the next stage the residual [T, C], and with it the inputs of later layers."""
+        if layer_inputs is not None:
+            later = layer_inputs[self.spec.num_layers :].swapaxes(0, 1)  # [T, L', P]
+            residual = concatenate((residual, later.reshape(len(residual), -1)), 1)
+        self.ops.link.send(contiguous(residual))
 
     def bind(self, keys: Caches, values: Caches) -> FusedStack | None:
         """Bind the model to an executor's caches, by KV group and layer of the group.
 
         The result's ``run`` is ``forward`` with nothing but paged attention between the layers, and
         gives the very same bits on a CPU. None if there is a layer that does not run as two fused
-        calls, which no CPU has, or the model is cut.
+        calls, which no CPU has, or several processes compute the model.
         """
-        if self.ops.fused is None or None in self._fused or self.ops.ranks.size > 1:
+        if self.ops.fused is None or None in self._fused or self.ops.processes > 1:
             return None
         spec = self.spec
         inputs = None
@@ -187,11 +220,14 @@ class Decoder:
         return ranks.sum(rows)
 
     def layer_inputs(self, input_ids: Array, embedded: Array) -> Array | None:
-        """Return the per-layer inputs [L, T, P] of the tokens, None for a model without them."""
+        """Return the per-layer inputs [L, T, P] of the tokens, None for a model without them.
+
+        Of the layers of all stages, as only the first one has what they are made of.
+        """
         if self.per_layer_embedding is None or self.per_layer_projection is None:
             return None
         spec = self.spec
-        shape = (len(input_ids), spec.num_layers, spec.per_layer_input_size)
+        shape = (len(input_ids), spec.total_layers, spec.per_layer_input_size)
         tokens = self._look_up(input_ids, self.per_layer_embedding, spec.per_layer_vocab_size)
         tokens = tokens.reshape(shape)  # [T, L, P]
         tokens = scaled(tokens, spec.per_layer_input_size**0.5)

@@ -34,6 +34,8 @@ def describe_layers(spec: ModelSpec, ops: OpTable, ranks: int = 1) -> str:
     if ranks > 1:
         return f"op by op, but in {fused} of {spec.num_layers} one call before attention"
     if fused == spec.num_layers:
+        if spec.stage.count > 1:
+            return "two calls a layer, around attention"
         return ops.fused.described
     return f"op by op, {fused} of {spec.num_layers} fused"
 

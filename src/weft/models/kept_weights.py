@@ -56,15 +56,17 @@ class KeptWeights:
         shard: Shard,
         dtype: str,
         matrices: PackedMatrices,
+        stage: str = "",
     ) -> dict[str, Any] | None:
         """Return the mapped weights, or None.
 
         Args:
             files: of the checkpoint; neither they nor their headers are read.
             parameters: of the part of the model that is wanted, which ``shard`` is.
+            stage: the layers of which it is a part, if not of all.
         """
         self._source, self._files = source.resolve(), tuple(files)
-        part = f"rank {shard.rank} of {shard.size}"
+        part = f"rank {shard.rank} of {shard.size}{stage}"
         self._settings |= {
             "dtype": dtype,
             "part": part,

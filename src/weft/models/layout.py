@@ -29,15 +29,19 @@ FP8 = Storage(8, None, "float32", format="e4m3")
 
 
 def parameters(spec: ModelSpec, *, stacked_experts: bool = False) -> Iterator[Parameter]:
-    """Yield every parameter of the model, layer by layer.
+    """Yield every parameter of the model, or of a stage of it, layer by layer.
+
+    Layers of a stage are numbered from 0; tensors are those of the whole model. A tied embedding is
+    that of the first stage and the output head of the last one.
 
     Args:
         stacked_experts: the checkpoint stores the experts of a layer as one tensor.
     """
-    hidden = spec.hidden_size
-    yield _whole("embed", "embed_tokens.weight", (spec.vocab_size, hidden))
-    if spec.per_layer_input_size:
-        width = spec.num_layers * spec.per_layer_input_size
+    hidden, stage = spec.hidden_size, spec.stage
+    if stage.embeds or (stage.ends and spec.tied_embeddings):
+        yield _whole("embed", "embed_tokens.weight", (spec.vocab_size, hidden))
+    if spec.per_layer_input_size and stage.embeds:
+        width = spec.total_layers * spec.per_layer_input_size
         table = (spec.per_layer_vocab_size, width)
         yield _whole("per_layer_embed", "embed_tokens_per_layer.weight", table)
         projection = "per_layer_model_projection.weight"
@@ -53,7 +57,9 @@ def parameters(spec: ModelSpec, *, stacked_experts: bool = False) -> Iterator[Pa
             *_per_layer_input(spec),
         ]
         for parameter in inside:
-            yield _within_layer(number, parameter, spec.layout.renamed)
+            yield _within_layer(number, stage.first + number, parameter, spec.layout.renamed)
+    if not stage.ends:
+        return
     yield _whole("norm", "norm.weight", (hidden,))
     if not spec.tied_embeddings:
         yield _whole("lm_head", "lm_head.weight", (spec.vocab_size, hidden))
@@ -130,10 +136,14 @@ def _whole(name: str, tensor: str, shape: Shape) -> Parameter:
     return Parameter(name, shape, (Piece(tensor, shape),))
 
 
-def _within_layer(number: int, parameter: Parameter, renamed: Mapping[str, str]) -> Parameter:
+def _within_layer(
+    number: int, stored: int, parameter: Parameter, renamed: Mapping[str, str]
+) -> Parameter:
+    """The parameter of a layer, and its tensors, which may be those of another number."""
+
     def name(tensor: str) -> str:
         part, dot, kind = tensor.rpartition(".")
-        return f"layers.{number}.{renamed.get(part, part)}{dot}{kind}"
+        return f"layers.{stored}.{renamed.get(part, part)}{dot}{kind}"
 
     pieces = tuple(replace(piece, tensor=name(piece.tensor)) for piece in parameter.pieces)
     return Parameter(f"layers.{number}.{parameter.name}", parameter.shape, pieces)

@@ -38,6 +38,7 @@ from weft.models.safetensors_file import DTYPES, SafetensorsFile, StoredTensor
 from weft.models.shard import WHOLE, Shard, cut, shard_spec
 from weft.models.spec import ModelSpec
 from weft.models.spec_reader import read_spec
+from weft.models.stages import stage_spec
 
 logger = logging.getLogger("weft")
 
@@ -57,6 +58,7 @@ def load_model(
     rounding: Callable[[str], Storage | None] = lambda _: None,
     kept: KeptWeights | None = None,
     host: HostPart | None = None,
+    layers: range | None = None,
 ) -> Decoder:
     """Load a model folder, or of a model that is cut the part of the rank of ``ops``.
 
@@ -68,6 +70,7 @@ def load_model(
             that the output head is tied to is asked for as ``lm_head``.
         kept: where packed weights are looked for, and kept if they are not there.
         host: what stays on the host of a device, to which the rest goes.
+        layers: those of the stage of ``ops``, if the model is split into stages.
 
     Raises:
         UnsupportedModelError: the config asks for something that weft does not implement.
@@ -76,18 +79,23 @@ def load_model(
     """
     spec = read_spec(path, max_model_len)
     shard = Shard(ops.ranks.rank, ops.ranks.size)
-    rank_spec = shard_spec(spec, shard.size)
+    rank_spec, own, stage = shard_spec(spec, shard.size), spec, ""
+    if layers is not None:
+        stage = f" of layers {layers.start} to {layers.stop - 1}"
+        rank_spec, own = (
+            stage_spec(one, ops.link.stage, ops.link.stages, layers) for one in (rank_spec, spec)
+        )
 
     def part(
         ops: OpTable, rounding: Callable[[str], Storage | None], wanted: Callable[[str], bool]
     ) -> dict[str, Any]:
         weights = None
         if kept is not None and ops.packed is not None:
-            needed = tuple(p for p in cut(parameters(spec), spec, shard) if wanted(p.name))
-            weights = kept.find(path, weight_files(path), needed, shard, dtype, ops.packed)
+            needed = tuple(p for p in cut(parameters(own), own, shard) if wanted(p.name))
+            weights = kept.find(path, weight_files(path), needed, shard, dtype, ops.packed, stage)
         if weights is None:
             with ExitStack() as files:
-                checkpoint = Checkpoint(path, spec, files, shard)
+                checkpoint = Checkpoint(path, spec, files, shard, None if own is spec else own)
                 weights = checkpoint.load(dtype, ops, rounding, wanted)
             if kept is not None and ops.packed is not None:
                 kept.keep(weights)
@@ -104,13 +112,19 @@ class Checkpoint:
     """The open safetensors files of a model folder, checked against what the spec needs."""
 
     def __init__(
-        self, folder: Path, spec: ModelSpec, files: ExitStack, shard: Shard = WHOLE
+        self,
+        folder: Path,
+        spec: ModelSpec,
+        files: ExitStack,
+        shard: Shard = WHOLE,
+        part: ModelSpec | None = None,
     ) -> None:
         """Open every file on ``files`` and check all headers.
 
         Args:
             spec: of the whole model.
             shard: the part of it that ``load`` returns.
+            part: the stage of which that is a part; None for the whole model.
 
         Raises:
             CheckpointError: see ``load_model``.
@@ -127,6 +141,8 @@ class Checkpoint:
             spec.stored_weights, folder, self._stored, self._full_name, self._read
         )
         self._check(whole)
+        if part is not None:
+            spec, whole = part, tuple(parameters(part, stacked_experts=together))
         self._parameters = tuple(cut(whole, spec, shard))
         self._chunk_bytes = CHUNK_BYTES
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeAlias
 
 from weft.models.quant_config import StoredWeights
 
@@ -101,9 +102,44 @@ class CheckpointLayout:
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
 
 
+GroupKey: TypeAlias = tuple[int | None, int, int]  # window, KV heads, head_dim
+
+
+@dataclass(frozen=True)
+class PipelineStage:
+    """Which of a model's layers, one after the other, a stage of a pipeline computes.
+
+    Attributes:
+        number: of this stage, below ``count``.
+        first: the number of its first layer in the whole model.
+        total: layers of the whole model.
+        groups: all KV groups of the whole model, with their names; of some of them this stage may
+            have no layer.
+    """
+
+    number: int = 0
+    count: int = 1
+    first: int = 0
+    total: int = 0
+    groups: tuple[tuple[str, GroupKey], ...] = ()
+
+    @property
+    def embeds(self) -> bool:
+        """Whether it begins with the embedding of tokens."""
+        return self.number == 0
+
+    @property
+    def ends(self) -> bool:
+        """Whether it ends with the final norm and the output head."""
+        return self.number == self.count - 1
+
+
+ALL_LAYERS = PipelineStage()
+
+
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder-only transformer."""
+    """A decoder-only transformer, or of one that is split into stages the layers of one stage."""
 
     vocab_size: int
     hidden_size: int
@@ -140,11 +176,17 @@ class ModelSpec:
     dtype: str | None = None  # the dtype that the checkpoint states, such as "bfloat16"
     layout: CheckpointLayout = field(default_factory=CheckpointLayout)
     stored_weights: StoredWeights | None = None  # how quantised weights lie in the checkpoint
+    stage: PipelineStage = ALL_LAYERS
 
     @property
     def num_layers(self) -> int:
         """The number of layers."""
         return len(self.layers)
+
+    @property
+    def total_layers(self) -> int:
+        """The number of layers of the whole model, of which this may be a stage."""
+        return self.stage.total or self.num_layers
 
     @property
     def rows_exchangeable(self) -> bool:
@@ -157,12 +199,20 @@ class ModelSpec:
 
     @cached_property
     def kv_groups(self) -> tuple[KVGroup, ...]:
-        """The layers that own KV, grouped by window and shape: full groups before sliding ones."""
+        """The layers that own KV, grouped by window and shape: full groups before sliding ones.
+
+        A stage has all groups of the whole model, also those that it has no layer of.
+        """
         members: dict[tuple[int | None, int, int], list[int]] = {}
         for index, layer in enumerate(self.layers):
             if layer.kv_source is None:
                 key = (layer.window, layer.num_kv_heads, layer.head_dim)
                 members.setdefault(key, []).append(index)
+        if self.stage.groups:
+            return tuple(
+                KVGroup(name, tuple(members.get(shape, ())), *shape)
+                for name, shape in self.stage.groups
+            )
         groups: list[KVGroup] = []
         for (window, kv_heads, head_dim), layers in sorted(
             members.items(), key=lambda item: (item[0][0] is not None, item[1][0])

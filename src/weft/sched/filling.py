@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
@@ -17,11 +18,16 @@ Grown = Seq[tuple[int, tuple[int, ...]]]  # (group, new blocks)
 
 
 class Filler:
-    """Fills steps from running sequences; the memory finds blocks where they run out."""
+    """Fills steps from running sequences; the memory finds blocks where they run out.
 
-    def __init__(self, memory: DeviceMemory) -> None:
+    Args:
+        share: of a pipeline, how many sequences may decode in the next step; None for any number.
+    """
+
+    def __init__(self, memory: DeviceMemory, share: Callable[[], int] | None = None) -> None:
         self._memory = memory
         self._cache = memory.cache
+        self._share = share
 
     def single_tokens(self, step: BatchBuilder, sequences: list[Sequence]) -> list[Sequence]:
         """Add running sequences that need one token; return those that need more care."""
@@ -45,7 +51,8 @@ class Filler:
         if sequence.planned < sequence.synchronous_from:
             return self.grow(step, sequence, sequence.known)
         drafter = sequence.drafter
-        if drafter is not None and not drafter.promising(sequence.tokens):
+        waits = self._share is not None or drafter is None or drafter.promising(sequence.tokens)
+        if drafter is not None and not waits:
             sequence.synchronous_from = sequence.known + drafter.searched_in_vain()
             return self.grow(step, sequence, sequence.known)
         if len(sequence.tokens) == sequence.known:
@@ -53,7 +60,12 @@ class Filler:
         return False
 
     def _schedule_synchronous(self, step: BatchBuilder, sequences: list[Sequence]) -> None:
-        """Add sequences whose last token is on the host, with drafts where there are some."""
+        """Add sequences whose last token is on the host, with drafts where there are some.
+
+        Of a pipeline no more than a share of all, so that others fill the steps beside this one.
+        """
+        if self._share is not None:
+            sequences = sequences[: max(0, self._share() - step.counts.count(1))]
         spare = step.budget - len(sequences)
         for sequence in sequences:
             if not self._plannable(sequence):
@@ -72,8 +84,9 @@ class Filler:
             return ()
         most = step.room(sequence.known, min(spare, sequence.end - sequence.known - 1))
         draft = sequence.drafter.propose(sequence.tokens, most) if most > 0 else ()
-        if not draft:
+        if not draft and self._share is None:
             sequence.synchronous_from = sequence.known + sequence.drafter.searched_in_vain()
+        if not draft:
             return ()
         grown = self._cache.extend(sequence.id, sequence.known + len(draft))
         if grown is None:

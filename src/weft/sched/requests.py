@@ -14,6 +14,7 @@ def sequence_of(
     max_model_len: int,
     kv_tokens: int,
     speculation: int,
+    synchronous: bool = False,
 ) -> Sequence:
     """Return the sequence of a request, with the output that it brings along.
 
@@ -22,6 +23,7 @@ def sequence_of(
         max_model_len: tokens in one sequence, prompt and output.
         kv_tokens: tokens of the longest sequence that the KV memory holds.
         speculation: tokens of the longest draft of a request that does not say; 0 for none.
+        synchronous: whether a token is planned only when the one before it is on the host.
 
     Raises:
         ParameterError: an empty or over-long prompt.
@@ -48,7 +50,7 @@ def sequence_of(
     # Tokens with log probabilities come with the end of a lease: the blame for an engine's death is
     # found by what was published.
     late_and_charged = request.crashes > 0 and request.sampling.logprobs is not None
-    synchronous = drafter is not None or request.sampling.grammar is not None
+    synchronous = synchronous or drafter is not None or request.sampling.grammar is not None
     return Sequence(
         request,
         request.id,

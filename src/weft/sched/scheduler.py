@@ -39,6 +39,8 @@ class Limits:
         max_model_len: tokens in one sequence, prompt and output.
         speculation: tokens of the longest draft of a request that does not say; 0 for none.
         lease_steps: steps that the executor may compute on its own after a planned one.
+        groups: of a pipeline, how many steps the decoding sequences are shared out over, since each
+            waits for its last token before the next is planned; else 0.
     """
 
     max_num_seqs: int
@@ -46,6 +48,7 @@ class Limits:
     max_model_len: int
     speculation: int = 0
     lease_steps: int = 0
+    groups: int = 0
 
 
 class Policy(Protocol):
@@ -133,7 +136,7 @@ class Scheduler:
         self.policy, self.memory, self.limits, self.parts = policy, memory, limits, tuple(parts)
         self.cache = memory.cache
         self.sequences = SequenceManager(memory.kv, limits.max_num_seqs)
-        self.filler = Filler(memory)
+        self.filler = Filler(memory, self._share if limits.groups else None)
         self.admission = Admission(self.sequences, memory, limits.max_num_batched_tokens)
         self.committer = Committer(self.sequences)
         self.totals = self.sequences.totals
@@ -169,6 +172,7 @@ class Scheduler:
             max_model_len=self.limits.max_model_len,
             kv_tokens=self.memory.max_tokens(),
             speculation=self.limits.speculation,
+            synchronous=bool(self.limits.groups),
         )
         self.admission.arrivals += 1
         if request.output and (end := end_after(sequence, request.output[-1])) is not None:
@@ -209,6 +213,11 @@ class Scheduler:
     def launched(self) -> bool:
         """Whether a launched step is not committed yet."""
         return bool(self._launched)
+
+    def _share(self) -> int:
+        """Sequences that may decode in the next step of a pipeline: of even groups, one each."""
+        groups = self.limits.groups
+        return 0 if len(self._launched) >= groups else -(-len(self.sequences.running) // groups)
 
     def _launch(self, step: BatchBuilder) -> StepPlan:
         """Remember the step and return its plan, with all rows in one sub-batch on the device.

@@ -146,7 +146,8 @@ def _serve(
             if served.kept_weights:
                 size = format_bytes(served.weight_bytes)
                 notice(f"weights {KEPT_WEIGHTS[served.kept_weights]} ({size})")
-            for line in (served.host_attention, served.host_costs, served.kv_disk, served.halves):
+            lines = (served.host_attention, served.host_costs, served.kv_disk, served.halves)
+            for line in (*served.stages, *lines):
                 if line:
                     notice(line)
             if served.scheduling:
