@@ -18,6 +18,7 @@ from weft.kernels.triton import (
     hosted,
     lanes,
     norm,
+    peer_sum,
     process_logits,
     prologue,
     rope,
@@ -42,6 +43,15 @@ def launch(capability: int) -> None:
     launch_copies()
     launch_lanes(torch.bfloat16)
     launch_advance()
+    launch_peer_sum(torch.bfloat16)
+
+
+def launch_peer_sum(dtype: torch.dtype) -> None:
+    most, memories = 128 * peer_sum.PART_BYTES, torch.zeros(4, dtype=torch.int64)
+    epochs, stop = torch.zeros(128, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    add = peer_sum.PeerSum(1, memories, most, epochs, stop)
+    for kind in (dtype, torch.float32):
+        add(torch.empty(TOKENS, HIDDEN, dtype=kind))
 
 
 def launch_rows(dtype: torch.dtype) -> None:

@@ -110,7 +110,8 @@ def test_kernels_beside_attention(capability: int) -> None:
         "_rms_norm", "_add_norm", "_embedding", "_act_mul", "_act_mul_round", "_angles", "_rotate",
         "_enter", "_softcap", "_route", "_process_logits", "_largest", "_candidates", "_sample",
         "_verify_drafts", "_copy_blocks", "_choose_lanes", "_join_lanes", "_keep_lanes",
-        "_send_lanes", "_wait_for_lanes", "_receive_lanes", "_advance", "_await_answer",
+        "_send_lanes", "_wait_for_lanes", "_receive_lanes", "_advance", "_await_answer", "_publish",
+        "_sum",
     }  # fmt: skip
     for kernel in built:
         assert kernel.shared_bytes <= SHARED[capability], kernel

@@ -198,6 +198,7 @@ def test_the_command_fills_a_folder(copied: Path, capsys) -> None:
         (["/no/such/model", "--target", "h100"], "'/no/such/model' does not exist"),
         (["--target", "h100", "--device", "cpu"], "those of a CPU are not"),
         (["--target", "h100", "--no-graphs"], "leave graphs on"),
+        (["--target", "h100", "--pipeline-parallel", "2"], "by the engine that needs them"),
         (["--target", "h100", "--quantize", "int4"], "do not compute with int4"),
     ],
 )

@@ -316,7 +316,8 @@ def describe_kernels(config: EngineConfig, model: Model) -> dict[str, dict[str, 
         stages = f"{backend}, through {len(model.layers)} stages"
         found["stages"] = {"kernel": stages, "dtype": model.dtype}
     if ranks > 1:
-        sums = f"{backend}, over {ranks} ranks in their order"
+        ways = backend if is_cpu(model.device) else f"peer memory if small, else {backend}"
+        sums = f"{ways}, over {ranks} ranks in their order"
         found["sums"] = {"kernel": sums, "dtype": "float32"}
     return found
 

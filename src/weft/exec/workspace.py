@@ -79,6 +79,7 @@ def workspace_bytes(
     if sizes.overlaps:
         static += _exchange_bytes(spec, element, sizes.rows, 0) + 8 * (1 + 2 * spec.num_layers)
     static += state_bytes(sizes.rows, MOST_EDITS, spec.vocab_size) + SEAT_BYTES
+    static += 3 * ONE_EXCHANGE_BYTES * (ranks > 1)  # of sums by peer memory: two slots, flags
     scratch = CUBLAS_BYTES + _list_bytes(spec, sizes.rows)
     scratch += max(
         _attention_bytes(spec, number, sizes, tokens) for number in range(spec.num_layers)

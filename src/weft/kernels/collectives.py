@@ -6,6 +6,7 @@ is ``((x0 + x1) + x2) + ...`` in float32, whatever else is in the tensor, and th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from weft.core.errors import InvariantError
@@ -31,6 +32,15 @@ class Collectives(Protocol):
 
     def gather(self, x: Array) -> Array:
         """Return the columns [S, size * n] of every rank's ``x`` [S, n], in the order of ranks."""
+
+
+def in_order(parts: Sequence[Array]) -> Array:
+    """Return the sum of every rank's tensor [...], in its dtype: the reference of all sums here."""
+    first, second, *others = parts
+    total = first.float() + second
+    for part in others:
+        total += part
+    return total.to(first.dtype)
 
 
 class Alone:

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from datetime import timedelta
+from itertools import permutations
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from weft.kernels.arrays import Array, is_numpy, to_numpy, to_torch
-from weft.kernels.collectives import ONE_EXCHANGE_BYTES
+from weft.kernels.collectives import ONE_EXCHANGE_BYTES, in_order
 from weft.kernels.unavailable import KernelUnavailable
 
+if TYPE_CHECKING:
+    from weft.kernels.triton.peer_sum import PeerSum
+
+logger = logging.getLogger("weft")
+
 TIMEOUT_S = 300  # of one collective; a rank that has ended is noticed before
+FEW_RANKS = 4  # between which messages of ONE_EXCHANGE_BYTES go by peer memory; of more half of it
 SENDS_AT_ONCE = 2  # that wait for the next stage, of those that wait at all
 
 
 class Group:
     """Collectives over processes of this machine: NCCL for CUDA tensors, gloo for those of the CPU.
+
+    GPUs that can read each other's memory make small sums so, in one exchange without NCCL
+    (``triton.peer_sum``).
 
     Args:
         meeting_point: a file that does not exist yet, the same for every rank of the group.
@@ -35,7 +46,10 @@ class Group:
         self._aborts = on_gpu  # gloo fails by itself
         connect = _nccl if on_gpu else _gloo
         self._group = connect(meeting_point, rank, size)
-        self.sum(torch.zeros(1, device=device))  # connects
+        self._peers = _peer_sum(meeting_point, rank, size, device) if on_gpu else None
+        # Connects both ways of a sum, before any is captured.
+        for numbers in (1, size * (ONE_EXCHANGE_BYTES // 4)):
+            self._sum_of_group(torch.zeros(numbers, device=device))
 
     def sum(self, x: Array) -> Array:
         return to_numpy(self._sum(to_torch(x))) if is_numpy(x) else self._sum(x)
@@ -44,6 +58,11 @@ class Group:
         return to_numpy(self._gather(to_torch(x))) if is_numpy(x) else self._gather(x)
 
     def _sum(self, x: Tensor) -> Tensor:
+        if self._peers is not None and self._peers.takes(x):
+            return self._peers(x)
+        return self._sum_of_group(x)
+
+    def _sum_of_group(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         if x.nbytes <= ONE_EXCHANGE_BYTES or x.numel() % self.size:
             return self._added(self._all(x.view(-1))).view(x.shape)
@@ -56,6 +75,8 @@ class Group:
 
     def abort(self) -> None:
         """End what waits for ranks that have ended. For another thread."""
+        if self._peers is not None:
+            self._peers.stop.fill_(1)
         if self._aborts:
             self._group.abort()
 
@@ -67,11 +88,8 @@ class Group:
 
     def _added(self, parts: Tensor) -> Tensor:
         """Return the sum [n] of parts [size * n]."""
-        first, second, *others = parts.view(self.size, -1)
-        total: Tensor = first.float() + second
-        for part in others:
-            total += part
-        return total.to(parts.dtype)
+        total: Tensor = in_order(parts.view(self.size, -1).unbind())
+        return total
 
 
 class Pipe:
@@ -149,6 +167,41 @@ def _nccl(meeting_point: Path, rank: int, size: int) -> Any:
     options._timeout = timedelta(seconds=TIMEOUT_S)
     store = c10d.FileStore(str(meeting_point), size)
     return c10d.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _peer_sum(meeting_point: Path, rank: int, size: int, device: str) -> PeerSum | None:
+    """The sum by peer memory; None, alike on all ranks, where GPUs cannot read each other's.
+
+    Ranks have neighbouring GPUs, in their order. The memory is zeros on every rank when all have
+    met for the next collective.
+    """
+    from weft.kernels.triton.peer_sum import MOST_RANKS, PART_BYTES, PeerSum, memory_bytes
+
+    first = torch.device(device).index - rank
+    pairs = permutations(range(first, first + size), 2)
+    if size > MOST_RANKS or not all(torch.cuda.can_device_access_peer(*pair) for pair in pairs):
+        logger.warning("Small sums go through NCCL: the GPUs do not all read each other's memory.")
+        return None
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    most = ONE_EXCHANGE_BYTES if size <= FEW_RANKS else ONE_EXCHANGE_BYTES // 2
+    name = f"weft {meeting_point}"
+    store = _torch_distributed().FileStore(f"{meeting_point}-peers", size)
+    _SymmetricMemory.set_group_info(name, rank, size, store)
+    shape = (memory_bytes(most, size),)
+    where = torch.device(device)
+    memory = _SymmetricMemory.empty_strided_p2p(shape, (1,), torch.uint8, where, name)
+    memory.zero_()
+    torch.cuda.synchronize(where)
+    handle = _SymmetricMemory.rendezvous(memory)
+    return PeerSum(
+        rank,
+        torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=where),
+        most,
+        torch.zeros(most // PART_BYTES, dtype=torch.int64, device=where),
+        torch.zeros(1, dtype=torch.int32).pin_memory(),
+        (memory, handle),
+    )
 
 
 def _torch_distributed() -> Any:
