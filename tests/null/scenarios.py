@@ -194,7 +194,7 @@ def _guessed(draw: random.Random, request: Request) -> Request:
     """Text that goes on as it began, or nearly, with drafts of various lengths; some grammars."""
     kind = draw.randrange(6)
     if kind == 0:
-        return _sampled(request, grammar="any: it only puts the sequence in lockstep")
+        return _sampled(request, grammar="any: it only forbids drafts")
     if kind == 1:  # the modelled text of such a prompt is zeros only
         period = [VOCAB * (i + 1) for i in range(draw.randint(1, 5))]
         request = replace(request, prompt=tuple(period * 9)[: len(request.prompt) + 8])

@@ -356,10 +356,10 @@ def test_equal_requests_of_a_class_end_about_in_the_order_of_their_arrival(cost)
 
 
 def test_plans_without_rows_do_not_count_as_steps_that_take_no_time():
-    """A synchronous one is planned only when its last token has come: every second time here."""
+    """One with drafts is planned only when its last token has come: every second time here."""
     world = World((GroupSpec("full", 4, 16),), Limits(4, 64, 64), 1, host_blocks=(16,))
     (asked,) = requests(1)
-    asked = replace(asked, sampling=replace(asked.sampling, grammar="synchronous"))
+    asked = replace(asked, sampling=replace(asked.sampling, speculation=2))
     make = partial(load_aware, cost=HALVES)
     *_, scheduler = run(world, {0: [asked]}, {}, make=make)
     assert scheduler.parts[0]._step_s == pytest.approx(10.0, rel=0.01)

@@ -51,15 +51,13 @@ def test_no_token_is_computed_twice_where_the_host_has_room():
     assert computed(plans) == 8 * (12 + 20 - 1)
 
 
-def test_a_step_that_only_moves_computes_nothing():
+def test_a_step_that_only_moves_computes_nothing(monkeypatch):
     """While the tokens that all wait for are on their way, those that give way can go already."""
     world = World(GROUPS, LIMITS, depth=1, host_blocks=(200,), watermark_tokens=0)
-    asked = requests(8)
-    for i, each in enumerate(asked):
-        asked[i] = replace(each, sampling=replace(each.sampling, grammar="synchronous"))
+    monkeypatch.setattr("weft.sched.requests.NEVER", 0)  # each token waits for the one before it
     plans = []
     make = watching(fcfs, lambda _, plan: plans.append(plan))
-    found, inbox, _ = run(world, {0: asked}, {}, make=make)
+    found, inbox, _ = run(world, {0: requests(8)}, {}, make=make)
     assert_answers(world, found, inbox, set(), set())
     moving = [plan for plan in plans if plan.moves and not plan.num_tokens]
     assert moving

@@ -328,7 +328,7 @@ def traffic(draw, world: World):
         if not plain:
             sampling = replace(sampling, speculation=draw(st.sampled_from([0, 0, 1, 3, 9])))
         if not plain and draw(st.integers(0, 2)) == 0:
-            sampling = replace(sampling, grammar="any: it only makes the sequence synchronous")
+            sampling = replace(sampling, grammar="any: it only forbids drafts")
         request = Request(
             request_id,
             prompt,

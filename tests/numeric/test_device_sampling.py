@@ -1,4 +1,4 @@
-"""Penalties, bias, minimum lengths, log probabilities and drafts, all on the device.
+"""Penalties, bias, minimum lengths, grammars, log probabilities and drafts, all on the device.
 
 The tokens are those of the eager executor on the CPU, and no step waits for the host.
 """
@@ -13,14 +13,18 @@ from checkpoints import prompt
 from graphed import BlindDevice, use_graphs
 
 from weft import LLM, SamplingParams
+from weft.core.errors import GrammarError
 from weft.exec import collect, input_batch
+from weft.exec.captured import CapturedSteps
 from weft.exec.device_rows import DeviceRows
 from weft.exec.functions import StepFunctions
+from weft.exec.grammar import GrammarRows
 from weft.exec.graphs import GraphExecutor
 from weft.kernels.sampling import IN_PROMPT, RowState, state_bytes
 
 FREE = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 DRAWN = replace(FREE, temperature=0.9, seed=5)
+WORD = "start: /[a-z]{5}[0-9]{9}/"
 STOPS = tuple(range(200, 300))
 BIAS = {300: 12.0, 301: 11.0, 250: 8.0}
 KINDS = {
@@ -43,7 +47,15 @@ KINDS = {
         min_tokens=20, ignore_eos=False, stop_token_ids=(301,), max_tokens=50,
     ),
 }  # fmt: skip
-GRAMMAR = SamplingParams(temperature=0, max_tokens=24, grammar="start: /[a-z]{5}[0-9]{9}/")
+GRAMMARS = {
+    "a grammar": SamplingParams(temperature=0.7, seed=9, max_tokens=24, grammar=WORD),
+    "a grammar with everything": SamplingParams(
+        temperature=0.9, seed=4, max_tokens=24, min_tokens=22, grammar=WORD, logprobs=2,
+        logit_bias={300: 12.0, 301: 11.0}, frequency_penalty=0.1, presence_penalty=0.4,
+    ),
+    "drafts": KINDS["drafts"],
+    "a choice": SamplingParams(temperature=0, max_tokens=24, grammar='start: "yes" | "no"'),
+}  # fmt: skip
 PROMPTS = [prompt(12, 1) * 4, prompt(7, 2), prompt(60, 3), prompt(9, 3) * 3, [5]]
 
 
@@ -127,14 +139,78 @@ def test_requests_get_what_the_eager_executor_gives_and_no_step_waits(
     assert not any(waited)
 
 
-def test_a_step_waits_for_a_grammar(monkeypatch):
-    waited = watch_waits(monkeypatch)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"kv_memory": "400KiB", "max_model_len": 128, "prefix_caching": False}],
+)
+def test_grammars_give_what_the_eager_executor_gives(settings, monkeypatch):
+    """Rows end, give way and come back while a step that has them is computed already."""
+    kinds = list(GRAMMARS.values())
+    with packaged() as llm:
+        wanted = answers(llm, kinds)
+    assert [finish for _, finish, *_ in wanted[-2:]] == ["stop"] * 2
+    use_graphs(monkeypatch)
+    monkeypatch.setattr(GraphExecutor, "_sample_on_host", None)
+    with packaged(**settings) as llm:
+        assert answers(llm, kinds) == wanted
+        scarce = "kv_memory" in settings
+        assert (llm.engine.built.scheduler.totals.preemptions > 0) == scarce
+
+
+def test_the_device_is_two_steps_deep_beside_a_grammar(monkeypatch):
+    """A forward pass is ordered before the last step has ended; its masks and choice wait."""
+    events: list[str] = []
+    use_graphs(monkeypatch)
+
+    def noting(name: str, event: str) -> None:
+        method = getattr(CapturedSteps if event in ("forward", "sample") else GraphExecutor, name)
+
+        def noted(self, *given):
+            events.append(event)
+            return method(self, *given)
+
+        owner = CapturedSteps if event in ("forward", "sample") else GraphExecutor
+        monkeypatch.setattr(owner, name, noted)
+
+    for name, event in (("forward", "forward"), ("sample", "sample"), ("_finish", "finish")):
+        noting(name, event)
+    grammar = GRAMMARS["a grammar"]
+    for crowd in ([grammar], [grammar, replace(FREE, max_tokens=60)]):
+        with packaged() as llm:
+            llm.generate(PROMPTS[:1], grammar, progress=False)  # compiled, it is admitted at once
+            events.clear()
+            results = llm.generate(PROMPTS[: len(crowd)], crowd, progress=False)
+        ahead = " ".join(events).count("forward finish sample")
+        assert ahead >= len(results[0].token_ids) - 2, events
+
+
+@pytest.mark.parametrize("when", [0, 5])
+def test_a_grammar_that_fails_ends_its_own_row_alone(when, monkeypatch):
+    """Masks are made while a step computes that has the row already, and one more is planned."""
+    asked = [
+        GRAMMARS["a grammar"],
+        FREE,
+        replace(GRAMMARS["a grammar"], grammar="start: /[0-9]{20}/"),
+    ]
+    with packaged() as llm:
+        alone = llm.generate(PROMPTS[1:2], asked[1], progress=False)[0].token_ids
+        other = llm.generate(PROMPTS[2:3], asked[2], progress=False)[0].token_ids
+    fill = GrammarRows._fill
+
+    def failing(self, number, mask):
+        row = self._rows[number]
+        if row.grammar == WORD and len(row.output) >= when:
+            row.error = GrammarError("it cannot go on")
+        return fill(self, number, mask)
+
+    monkeypatch.setattr(GrammarRows, "_fill", failing)
     use_graphs(monkeypatch)
     with packaged() as llm:
-        llm.generate(PROMPTS[:1], GRAMMAR, progress=False)  # compiled, it is admitted at once
-        waited.clear()
-        llm.generate(PROMPTS[:2], [GRAMMAR, replace(FREE, max_tokens=60)], progress=False)
-    assert sum(waited) > 2
+        failed, free, numbers = llm.generate(PROMPTS[:3], asked, progress=False)
+        llm.engine.built.scheduler.check()
+    assert "it cannot go on" in str(failed.error)
+    assert len(failed.token_ids) == when
+    assert (free.token_ids, numbers.token_ids) == (alone, other)
 
 
 def test_a_request_that_names_more_tokens_than_the_device_takes(expected, monkeypatch):

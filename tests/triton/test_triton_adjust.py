@@ -59,6 +59,8 @@ def some_rows(draw: np.random.Generator) -> RowState:
     prompts = IN_PROMPT * (draw.random((ROWS, SIZE)) < 0.3)
     state.counts[:ROWS] = on(counts + prompts)
     state.last_token.fill_(-7)
+    allowed = draw.integers(0, 2**32, state.masks.shape, np.uint32) | draw.choice([0, 2**32 - 1])
+    state.masks[:] = on(allowed.astype(np.uint32).view(np.int32))
     return state
 
 
@@ -67,7 +69,7 @@ def some_samples(draw: np.random.Generator, padding: int) -> SampleBatch:
     rows, counters, changes, guesses = [], [], [], []
     for row in draw.permutation(ROWS).tolist():
         drafts = int(draw.integers(0, 5)) if draw.random() < 0.5 else 0
-        start, change = int(draw.integers(0, 9)), int(draw.integers(0, 4))
+        start, change = int(draw.integers(0, 9)), int(draw.integers(0, 8))
         for i in range(1 + drafts):
             rows.append(row)
             counters.append(start + i)

@@ -376,7 +376,7 @@ class Sequence:
         capacity: tokens that can be planned before the scheduler must look: at its blocks, or at
             ``synchronous_from``.
         synchronous_from: from this length on a token is planned only when the one before it is on
-            the host, as a grammar or drafts demand.
+            the host, as drafts demand.
         drafter: of a sequence with speculation.
         leasable: whether it is to have one token after the other, so that steps may be leased.
         block_full_at: ``computed`` value at which the next KV block is full.

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from weft.exec.device import Device
 from weft.exec.input_batch import MOST_EDITS, TOKENS_AT_ONCE, InputBatch
-from weft.kernels.sampling import EDIT, HEADER, IN_PROMPT, PENALISED, RowState
+from weft.kernels.sampling import EDIT, EDITED, HEADER, IN_PROMPT, PENALISED, RowState
 
 
 class DeviceRows:
@@ -32,7 +32,7 @@ class DeviceRows:
         For rows that are added; their later tokens are counted as they are sampled.
         """
         changes = self._table.columns.changes[row]
-        if changes:
+        if changes & (PENALISED | EDITED):
             asked = self._device.send(torch.from_numpy(self._asked(row)))
             self.state.asked[row, : len(asked)] = asked
         if changes & PENALISED:

@@ -171,21 +171,34 @@ class GrammarRows:
         Returns:
             the rows whose grammar cannot go on, and why.
         """
-        faults: dict[int, WeftError] = {}
         at = [i for i, row in enumerate(rows) if row in self._rows]
         masks = np.zeros((len(at), -(-logits.shape[1] // 8)), np.uint8)  # [G, bytes of V bits]
-        self._costs.forget()
-        since = self._clock()
-        for mask, i in zip(masks, at, strict=True):
-            fault = self._fill(rows[i], mask)
-            since = self._charge(self._rows[rows[i]], since)
-            if fault is not None:
-                faults[rows[i]] = fault
-                mask[:] = 255
+        faults = self.fill([rows[i] for i in at], masks)
         if at:
             allowed = np.unpackbits(masks, axis=1, count=logits.shape[1], bitorder="little")
             blocked = from_numpy(logits, allowed == 0)  # [G, V]
             logits[at] = where(blocked, -np.inf, logits[at])
+        return faults
+
+    def fill(self, rows: Seq[int], masks: NDArray[np.uint8]) -> dict[int, WeftError]:
+        """Write which tokens rows with a grammar may have next.
+
+        Args:
+            masks: [G, M] gets a bit for each token, the lowest of a byte first; of rows that cannot
+                go on, all bits.
+
+        Returns:
+            the rows whose grammar cannot go on, and why.
+        """
+        faults: dict[int, WeftError] = {}
+        self._costs.forget()
+        since = self._clock()
+        for mask, row in zip(masks, rows, strict=True):
+            fault = self._fill(row, mask)
+            since = self._charge(self._rows[row], since)
+            if fault is not None:
+                faults[row] = fault
+                mask[:] = 255
         return faults
 
     def advance(self, rows: Seq[int], tokens: NDArray[np.int64]) -> None:

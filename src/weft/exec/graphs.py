@@ -16,8 +16,8 @@ wait for all that runs on a device. The halves of a step are packed likewise, bu
 the dense layers of one run beside the attention of the other (``halves_pass``).
 
 Log probabilities are computed behind the tokens, uncaptured, and come back with them. What few
-requests need is done on the host between two steps: grammars, log probabilities of prompts,
-embeddings. The next step then waits for it.
+requests need is done on the host between two steps: restricted tokens, log probabilities of
+prompts, embeddings. The next step then waits for it. Grammars alone make masks (``masked_rows``).
 
 Where a plan leases its rows, more steps of them follow without plans or uploads (``replayed``).
 """
@@ -53,6 +53,7 @@ from weft.exec.input_batch import InputBatch
 from weft.exec.lane_rows import LaneRows
 from weft.exec.launched import LaunchedBatch
 from weft.exec.logprobs import COLUMNS, describe
+from weft.exec.masked_rows import MaskedRows
 from weft.exec.overlap_pass import OverlappedPass
 from weft.exec.overlapped_rows import OverlappedRows
 from weft.exec.replayed import DeviceLease, ReplayedSteps
@@ -109,6 +110,7 @@ class GraphExecutor:
             table, store.block_size, windows, device, max_tokens, sizes, lanes, pairs
         )
         self._rows = DeviceRows(table, decoder.spec.vocab_size, device)
+        self._masks = MaskedRows(table, self._rows.state.masks, device)
         self._functions = StepFunctions(
             decoder, store, self._packer, device, self._rows.state, steps.halves
         )
@@ -363,6 +365,7 @@ class GraphExecutor:
     ) -> LaunchedBatch:
         """Order what follows the forward pass, which reads by the layout with this hash."""
         inputs, functions = packed.inputs, self._functions
+        masked, faults = self._masks.send(inputs.sample_rows, self._finish_all)
         reads = read, self._steps.sample(packed)
         count = 1 + len(inputs.sample_rows)
         if packed.carries and packed.sample is not None:
@@ -386,6 +389,8 @@ class GraphExecutor:
             self._device.record(),
             output,
             on_way,
+            masked,
+            faults,
         )
 
     def _score(self, packed: PackedStep) -> tuple[list[int], Tensor]:
@@ -422,6 +427,7 @@ class GraphExecutor:
             raise InvariantError(f"numbers laid out as {was} were read as if by {part.read}")
         tokens, taken = found[1:, 0], found[1:, 1].copy()
         sampled = Sampled(np.maximum(tokens, 0), tokens != NOT_FINITE, {}, {}, taken)
+        self._masks.advance(part, sampled)
         if part.scored:
             self._describe(part, sampled)
         if part.needs_host:

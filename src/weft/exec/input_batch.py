@@ -15,7 +15,7 @@ from weft.core.plan import KVMove, RowAdd, StepPlan, SubBatch
 from weft.core.types import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, NEUTRAL, NUMBERS, SamplingParams
 from weft.exec.grammar import GrammarRows
 from weft.exec.restrict import Restrictions
-from weft.kernels.sampling import EDIT, EDITED, HEADER, PENALISED, PENALTIES, SETTINGS
+from weft.kernels.sampling import EDIT, EDITED, HEADER, MASKED, PENALISED, PENALTIES, SETTINGS
 
 # Token ids of a row whose logits the device changes: all that a request may name, and end ids.
 MOST_EDITS = MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS + 32
@@ -80,8 +80,9 @@ class InputBatch:
         delayed: rows with a minimum length, as the stop ids [I] and that length.
         prompt_scored: rows that want log probabilities of their prompts.
         stop_ids: rows that token ids end, as ids [I].
-        on_host: rows whose tokens a device leaves to the host: those with a grammar, restrictions
-            or named tokens, or with more than ``MOST_EDITS``.
+        on_host: rows whose tokens a device leaves to the host: those with restrictions or named
+            tokens, or with more than ``MOST_EDITS``.
+        masked: other rows with a grammar: the host tells a device which tokens they may have next.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class InputBatch:
         self.prompt_scored: set[int] = set()
         self.stop_ids: dict[int, NDArray[np.int64]] = {}
         self.on_host: set[int] = set()
+        self.masked: set[int] = set()
 
     @property
     def changes_logits(self) -> bool:
@@ -197,7 +199,9 @@ class InputBatch:
         self.params[row] = None
         for blocks in self.tables:
             blocks[row] = -1  # so that a table has nothing beyond the blocks of its row
-        for marked in (self.penalised, self.embedding, self.prompt_scored, self.on_host):
+        for marked in (
+            self.penalised, self.embedding, self.prompt_scored, self.on_host, self.masked
+        ):  # fmt: skip
             marked.discard(row)
         for special in (self.scored, self.named, self.bias, self.delayed, self.stop_ids):
             special.pop(row, None)
@@ -246,9 +250,10 @@ class InputBatch:
             self.stop_ids[row] = np.array(sorted(stop_ids), np.int64)
             if params.min_tokens:
                 self.delayed[row] = self.stop_ids[row], params.min_tokens
-        own = params.grammar is not None or params.restricted or row in self.named
-        if own or self._edits(row) > MOST_EDITS:
+        if params.restricted or row in self.named or self._edits(row) > MOST_EDITS:
             self.on_host.add(row)
+        elif params.grammar is not None:
+            self.masked.add(row)
         self.columns.changes[row] = self._changes_on_device(row)
 
     def _edits(self, row: int) -> int:
@@ -258,7 +263,8 @@ class InputBatch:
     def _changes_on_device(self, row: int) -> int:
         if row in self.on_host:
             return 0
-        return PENALISED * (row in self.penalised) + EDITED * bool(self._edits(row))
+        changes = PENALISED * (row in self.penalised) + EDITED * bool(self._edits(row))
+        return changes + MASKED * (row in self.masked)
 
     def _append(self, row: int, group: int, blocks: Seq[int]) -> None:
         start = self.table_length[group][row]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from weft.core.errors import WeftError
 from weft.core.plan import SubBatch
 from weft.exec.collect import StepOutput
 from weft.exec.device import Event
@@ -26,6 +29,8 @@ class LaunchedBatch:
         scores: [M, 2 + 2W] of these, as ``logprobs.score`` gives them.
         needs_host: something of it is done on the host before the next step may run.
         carried: rows with a token on its way, any of which may end in it.
+        masked: samples [G] whose grammars go on by their tokens.
+        faults: rows whose grammar cannot go on, and why.
     """
 
     batch: SubBatch
@@ -38,6 +43,8 @@ class LaunchedBatch:
     done: Event
     output: StepOutput
     carried: frozenset[int] = frozenset()
+    masked: Seq[int] = ()
+    faults: Mapping[int, WeftError] = field(default_factory=dict)
 
     @property
     def rows_computed(self) -> frozenset[int]:

@@ -118,6 +118,7 @@ class ReplayedSteps:
             return None
         table, rows = self._table, plan.batches[0].rows
         special = table.on_host | table.embedding | table.prompt_scored | table.scored.keys()
+        special |= table.masked
         if len(rows) > self._most or not special.isdisjoint(rows):
             return None
         ids = sum(len(table.stop_ids.get(row, NO_IDS)) for row in rows)

@@ -18,6 +18,9 @@ from weft.kernels.sampling import (
     HEADER,
     IN_PROMPT,
     LOWEST,
+    LOWEST_ALLOWED,
+    MASK_BITS,
+    MASKED,
     NOT_FINITE,
     PENALISED,
     RowState,
@@ -96,7 +99,7 @@ def weights_kept(logits: NDArray[np.float64], settings: NDArray[np.float64]) -> 
 
 
 def process_logits(logits: Tensor, samples: SampleBatch, state: RowState) -> None:
-    """Apply penalties and edits to logits [S, V] float32 in place.
+    """Apply penalties, edits and masks to logits [S, V] float32 in place.
 
     Numbers that are not finite stay as they are, so that who chooses notices them.
     """
@@ -119,6 +122,11 @@ def process_logits(logits: Tensor, samples: SampleBatch, state: RowState) -> Non
             wanted = logits[sample, ids.long()] + values.contiguous().view(torch.float32)
             forbidden = samples.counters[sample] < until
             logits[sample, ids.long()] = torch.where(forbidden, LOWEST, wanted)
+        if changes & MASKED:
+            bits = torch.arange(MASK_BITS, device=logits.device)
+            allowed = (state.masks[row].unsqueeze(1) >> bits & 1).flatten()[: len(raw)]
+            least = logits[sample].clamp(min=LOWEST_ALLOWED)
+            logits[sample] = torch.where(allowed.bool(), least, LOWEST)
         logits[sample] = torch.where(torch.isfinite(raw), logits[sample], raw)
 
 

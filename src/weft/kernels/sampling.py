@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from weft.kernels.arrays import Array, from_numpy, nan_to_num, where
 
 SETTINGS = ("temperature", "top_k", "top_p", "min_p")
-PENALISED, EDITED = 1, 2  # bits of ``SampleBatch.changes``
+PENALISED, EDITED, MASKED = 1, 2, 4  # bits of ``SampleBatch.changes``
 IN_PROMPT = 1 << 30  # beside the count of a token in ``RowState.counts``
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 HEADER, EDIT = (
@@ -25,6 +25,10 @@ HEADER, EDIT = (
 )  # words of ``RowState.asked``: before the edits, and of an edit
 NOT_FINITE = -1  # stands for the token of a sample whose logits are not all finite
 LOWEST = float(np.finfo(np.float32).min)  # of a forbidden token; infinity could breed NaN
+# Of a token that a mask allows at the least: one that is forbidden otherwise comes before all that
+# the mask forbids, as the end of a grammar before the minimum length.
+LOWEST_ALLOWED = float(np.nextafter(np.float32(LOWEST), np.float32(0)))
+MASK_BITS = 32  # tokens in a word of a mask
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,8 @@ class SampleBatch:
     Attributes:
         rows: [S] int64 executor rows; padding has the last row of the ``RowState``.
         counters: [S] int64 tokens that the output has before the sample.
-        changes: [S] int32 what is to be done to the logits: ``PENALISED``, ``EDITED``, both or 0.
+        changes: [S] int32 what is to be done to the logits: some of ``PENALISED``,
+            ``EDITED`` and ``MASKED``, in this order.
         guesses: [S] int32 the token of a draft right before the sample; -1 for a row's first
             sample. The samples of a row stand one behind the other.
     """
@@ -58,11 +63,13 @@ class RowState:
         counts: [R + 1, V] int32, how often the output has a token, plus ``IN_PROMPT`` if the
             prompt has it.
         last_token: [R + 1] int64, the latest token of each row.
+        masks: [R + 1, W] int32, a bit for each token that the row may have next, the lowest first.
     """
 
     asked: Array
     counts: Array
     last_token: Array
+    masks: Array
 
     @classmethod
     def empty(cls, rows: int, edits: int, vocab_size: int, device: Any) -> RowState:
@@ -74,12 +81,19 @@ class RowState:
             torch.zeros(rows + 1, words, dtype=torch.int32, device=device),
             torch.zeros(rows + 1, vocab_size, dtype=torch.int32, device=device),
             torch.zeros(rows + 1, dtype=torch.int64, device=device),
+            torch.zeros(rows + 1, mask_words(vocab_size), dtype=torch.int32, device=device),
         )
 
 
 def state_bytes(rows: int, edits: int, vocab_size: int) -> int:
     """Return the bytes of ``RowState.empty``."""
-    return (rows + 1) * (4 * (HEADER + EDIT * edits) + 4 * vocab_size + 8)
+    words = HEADER + EDIT * edits + vocab_size + mask_words(vocab_size)
+    return (rows + 1) * (4 * words + 8)
+
+
+def mask_words(vocab_size: int) -> int:
+    """Return the words of a row's mask: its bits, filled up to 16 bytes."""
+    return -(-vocab_size // (4 * MASK_BITS)) * 4
 
 
 class ProcessLogits(Protocol):

@@ -50,7 +50,6 @@ def sequence_of(
     # Tokens with log probabilities come with the end of a lease: the blame for an engine's death is
     # found by what was published.
     late_and_charged = request.crashes > 0 and request.sampling.logprobs is not None
-    synchronous = synchronous or drafter is not None or request.sampling.grammar is not None
     return Sequence(
         request,
         request.id,
@@ -59,7 +58,7 @@ def sequence_of(
         order,
         request.stop_ids(),
         known=len(tokens),
-        synchronous_from=0 if synchronous else NEVER,
+        synchronous_from=0 if synchronous or drafter is not None else NEVER,
         drafter=drafter,
         leasable=drafter is None and not request.embed and not late_and_charged,
     )

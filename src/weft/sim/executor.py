@@ -134,7 +134,6 @@ class ModelledExecutor:
         self._faulty = faulty
         self._rows: dict[int, _ModelledRow] = {}
         self._outstanding: list[ModelledTicket] = []
-        self._synchronous: set[int] = set()
         counts = {Tier.DEVICE: [group.num_blocks for group in groups], Tier.HOST: host_blocks}
         self._kv: dict[Tier, list[list[list[Slot]]]] = {
             tier: [
@@ -148,15 +147,12 @@ class ModelledExecutor:
         """Queue a step.
 
         Raises:
-            InvariantError: more than ``depth`` steps are outstanding before it, or the next token
-                of a row with a grammar is planned before the last one was collected.
+            InvariantError: more than ``depth`` steps are outstanding before it, or a row is planned
+                with a draft before its last token was collected.
         """
         if len(self._outstanding) > self.depth:
             raise InvariantError(f"{len(self._outstanding)} steps are outstanding already")
-        self._synchronous.difference_update(plan.drop)
-        self._synchronous.update(add.row for add in plan.add if add.sampling.grammar is not None)
-        drafted = {row for batch in plan.batches for row in batch.drafts}
-        early = (self._synchronous & _sampled(plan)) | drafted
+        early = {row for batch in plan.batches for row in batch.drafts}
         if any(early & _sampled(ticket.plan) for ticket in self._outstanding):
             raise InvariantError(f"of rows {early} one is planned while its token is in flight")
         lease = ModelledLease() if plan.lease and self._leases is not None else None

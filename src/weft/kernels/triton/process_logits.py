@@ -27,6 +27,9 @@ _REPETITION = tl.constexpr(sampling.PENALTIES.index("repetition_penalty"))
 _PRESENCE = tl.constexpr(sampling.PENALTIES.index("presence_penalty"))
 _FREQUENCY = tl.constexpr(sampling.PENALTIES.index("frequency_penalty"))
 _LOWEST = tl.constexpr(sampling.LOWEST)
+_LOWEST_ALLOWED = tl.constexpr(sampling.LOWEST_ALLOWED)
+_MASKED = tl.constexpr(sampling.MASKED)
+_MASK_BITS = tl.constexpr(sampling.MASK_BITS)
 _NOT_FINITE = tl.constexpr(sampling.NOT_FINITE)
 
 
@@ -80,8 +83,19 @@ def _edit(source, asked, counter, low, high, EDITS: tl.constexpr):
 
 
 @triton.jit
+def _mask(source, mask, first, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Forbid the tokens of a block of logits whose bits are not in a mask."""
+    at = first + tl.arange(0, BLOCK)
+    x = tl.load(source + at, mask=at < SIZE, other=0.0)
+    word = tl.load(mask + at // _MASK_BITS, mask=at < SIZE, other=0)
+    allowed = (word >> (at % _MASK_BITS)) & 1
+    y = tl.where(allowed != 0, tl.maximum(x, _LOWEST_ALLOWED), _LOWEST)
+    tl.store(source + at, y, mask=_is_finite(x) & (at < SIZE))
+
+
+@triton.jit
 def _process_logits(
-    logits, stride, rows, counters, changes, guesses, asked, words, counts,
+    logits, stride, rows, counters, changes, guesses, asked, words, counts, masks, mask_words,
     SIZE: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr, EDITS: tl.constexpr,
 ):  # fmt: skip
     sample, low = tl.program_id(0).to(tl.int64), tl.program_id(1) * SPAN
@@ -98,6 +112,10 @@ def _process_logits(
         if (wanted & _EDITED) != 0:
             tl.debug_barrier()
             _edit(source, asked, tl.load(counters + sample), low, low + SPAN, EDITS)
+        if (wanted & _MASKED) != 0:
+            tl.debug_barrier()
+            for start in range(0, SPAN, BLOCK):
+                _mask(source, masks + row * mask_words, low + start, SIZE, BLOCK)
 
 
 @triton.jit(do_not_specialize=["samples"])
@@ -129,7 +147,7 @@ def _verify_drafts(
 
 
 def process_logits(logits: Tensor, samples: SampleBatch, state: RowState) -> None:
-    """Apply penalties and edits to logits; see ``sampling.process_logits``.
+    """Apply penalties, edits and masks to logits; see ``reference_sampling.process_logits``.
 
     Raises:
         ValueError: the shapes or types cannot be served.
@@ -144,7 +162,8 @@ def process_logits(logits: Tensor, samples: SampleBatch, state: RowState) -> Non
         return
     _process_logits[(count, triton.cdiv(size, _SPAN))](
         logits, logits.stride(0), samples.rows, samples.counters, samples.changes, samples.guesses,
-        state.asked, state.asked.shape[1], state.counts, SIZE=size, SPAN=_SPAN,
+        state.asked, state.asked.shape[1], state.counts, state.masks, state.masks.shape[1],
+        SIZE=size, SPAN=_SPAN,
         BLOCK=min(_BLOCK, _SPAN), EDITS=_EDITS, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
