@@ -10,15 +10,18 @@ from functools import partial
 import pytest
 import torch
 import triton
+from triton.runtime.errors import OutOfResources
 
 from attention_cases import Case, make_case
 from attention_cases import Shape as AttentionShape
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, KernelError
+from weft.engine import tuning as engine_tuning
 from weft.engine.model import describe_kernels, find_model
-from weft.engine.tuning import tune_kernels
+from weft.engine.tuning import products_to_measure, tune_kernels
 from weft.engine.weights import check_heads, check_launches, launch_shapes
 from weft.kernels import reference, tuning
+from weft.kernels.candidates import MOST
 from weft.kernels.gpus import KNOWN
 from weft.kernels.ops import select_ops
 from weft.kernels.parts import StackParts
@@ -208,10 +211,11 @@ def test_the_search_finds_what_costs_least() -> None:
         return abs(launch["BLOCK_N"] - 128) + abs(launch["SPLITS"] - 4) + 1 / launch["num_stages"]
 
     start = H200.launch(LaunchShape("gemm", "bfloat16", (4608, 3584)), 300)
-    best, least = search(start, cost)
+    best, least = search(start, cost, tuning.ALTERNATIVES)
     assert (best["BLOCK_N"], best["SPLITS"], best["BLOCK_M"]) == (128, 4, start["BLOCK_M"])
     assert least == cost(best) < cost(start)
-    assert "SPLITS" not in search({"BLOCK_N": 64, "num_stages": 2}, lambda _: 1.0)[0]
+    few = {"BLOCK_N": 64, "num_stages": 2}
+    assert "SPLITS" not in search(few, lambda _: 1.0, tuning.ALTERNATIVES)[0]
 
 
 @pytest.mark.parametrize(
@@ -225,21 +229,86 @@ def test_the_search_finds_what_costs_least() -> None:
         LaunchShape("moe_down", "e2m1/32 in bfloat16", (3, 32, 64)),
     ],
 )
-def test_products_are_measured_with_each_launch(shape, monkeypatch) -> None:
+def test_products_are_measured_with_each_launch(shape) -> None:
     """The clock is made up; the kernels run."""
-    monkeypatch.setattr(tuning, "ALTERNATIVES", {"BLOCK_N": (32, 64)})
-    tried = []
+    rule, tried = tuned.rule(CPU, "test").launch(shape, 16), []
+    launches = [rule, {**rule, "BLOCK_N": 32}, {**rule, "BLOCK_K": 32}, {**rule, "num_warps": 8}]
 
     def seconds(call, copies) -> float:
         for copy in range(copies):
             call(copy)
         tried.append(copies)
-        return 1.0 if len(tried) == 2 else 2.0
+        if len(tried) == 3:
+            raise OutOfResources(300_000, 232_448, "shared memory")
+        return [2.0, 1.0, None, 0.995][len(tried) - 1]
 
-    best, least = tuned.tune(shape, 16, CPU, seconds)
-    assert best["BLOCK_N"] == 32
-    assert least == 1.0
-    assert tried == [1, 1]  # the rule's 64, then 32
+    assert tuned.tune(shape, 16, CPU, launches, seconds) == (launches[1], 1.0)
+    assert tried == [1, 1, 1, 1]
+
+
+QWEN = [
+    *(
+        LaunchShape("gemm", "fp8 to bfloat16", sizes)
+        for sizes in ((4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944))
+    ),
+    LaunchShape("gemm", "bfloat16", (152064, 3584)),  # Qwen2.5-7B's output head
+]
+EXPERTS = [
+    LaunchShape("moe_gate_up", "fp8 to bfloat16", (128, 1536, 2048)),
+    LaunchShape("moe_down", "fp8 to bfloat16", (128, 2048, 768)),
+]
+
+
+def test_few_launches_are_worth_measuring() -> None:
+    """A second or more to compile each: 15 measurements of a dense model, 8 of two of experts."""
+    h100 = products_to_measure(QWEN + EXPERTS, KNOWN["h100"])
+    assert max(map(len, h100.values())) <= MOST
+    dense = [len(h100[key]) for key in h100 if key[0] in QWEN]
+    assert sum(dense) <= 15 * MOST + 5, "none for more than 64 rows, which torch computes"
+    assert sum(map(len, h100.values())) <= 23 * MOST + 5
+    for (shape, rows), found in h100.items():
+        assert found[0] == H200.launch(shape, rows), "the rule's is always among them"
+        assert len(found) == len({str(sorted(launch.items())) for launch in found})
+        computed = shape.op == "gemm" and rows > 64
+        assert (len(found) == 1) == computed
+        weight, row = tuning.item_bytes(shape.kind)
+        for launch in found[1:]:
+            gated = 1 + (shape.op == "moe_gate_up")
+            stage = launch["BLOCK_K"] * (
+                weight * launch["BLOCK_N"] * gated + row * launch["BLOCK_M"]
+            )
+            assert stage * launch["num_stages"] <= KNOWN["h100"].shared_bytes
+            splits = launch.get("SPLITS", 1)
+            steps = shape.sizes[-1] / launch["BLOCK_K"] / splits
+            assert steps > 0.5
+            assert splits == 1 or 8 * splits * rows <= weight * shape.sizes[-1] / 4
+    older = products_to_measure(QWEN, KNOWN["a100"])
+    assert len(older[QWEN[0], 256]) > 1, "FP8 is computed here where torch has no such product"
+
+
+def test_launches_are_compiled_before_they_are_measured(tmp_path, monkeypatch) -> None:
+    """In another process, for a GPU that is not here; those that fail are left out."""
+    config = EngineConfig(kernel_cache=str(tmp_path))
+    shapes = [
+        LaunchShape("gemm", "fp8 to bfloat16", (64, 128)),
+        replace(EXPERTS[0], sizes=(2, 64, 32)),
+    ]
+    products = products_to_measure(shapes, KNOWN["h100"])
+    short = {key: launches[:2] for key, launches in products.items() if key[1] in (16, 256)}
+    assert [len(launches) for launches in short.values()] == [2, 1, 2, 2]
+    engine_tuning._compile(config, KNOWN["h100"], short)
+    assert [len(launches) for launches in short.values()] == [2, 1, 2, 2]
+    kept = [path.name for path in tmp_path.glob("*/__grp__*")]
+    assert kept.count("__grp__gemm.json") == 2
+    assert kept.count("__grp___grouped.json") >= 4
+
+    def fail(_, failed) -> None:
+        failed += ["0 1 gemm for sm_90", "2 0 _grouped for sm_90"]
+
+    monkeypatch.setattr(engine_tuning.Compilation, "wait", fail)
+    wanted = [list(launches) for launches in short.values()]
+    engine_tuning._compile(config, KNOWN["h100"], short)
+    assert list(short.values()) == [wanted[0][:1], wanted[1], wanted[2], wanted[3][1:]]
 
 
 # -- attention --------------------------------------------------------------------------------

@@ -37,6 +37,8 @@ class CompileRequest:
         rank: of several, which share the work.
         spare: the folder for what the first one does not take.
         workers: processes that compile at once.
+        products: op, kind, sizes, rows and launches of products that are compiled instead, to be
+            measured; what cannot be compiled is named by its place and the launch's.
     """
 
     config: dict[str, Any]
@@ -46,6 +48,7 @@ class CompileRequest:
     spare: str
     workers: int
     rank: int = 0
+    products: Seq[Seq[Any]] = ()
 
     def read_gpu(self) -> Gpu:
         """Return the GPU for which kernels are compiled."""
@@ -66,6 +69,29 @@ def _tell(**event: Any) -> None:
 
 def _tell_outcome(outcome: TaskOutcome) -> None:
     _tell(**asdict(outcome))
+
+
+def _compile_products(request: CompileRequest) -> None:
+    import torch
+
+    from weft.kernels.pool import do_all
+    from weft.kernels.triton import kernel_cache
+    from weft.kernels.triton.launches import note_launches
+    from weft.kernels.triton.tuned import launch_each
+    from weft.kernels.tuning import LaunchShape
+
+    gpu = request.read_gpu()
+    found, target = note_launches(gpu), kernel_cache.target_of(gpu)
+    kernel_cache.use_folders(Path(request.folder), Path(request.spare))
+    tasks: list[CompileTask] = []
+    for place, (op, kind, sizes, rows, launches) in enumerate(request.products):
+        shape, device = LaunchShape(op, kind, tuple(sizes)), torch.device("meta")
+        for number, _ in enumerate(launch_each(shape, rows, device, launches)):
+            new, found.variants[:] = list(found.variants), []
+            tasks += kernel_cache.compile_tasks(new, target, f"{place} {number} ")
+    _tell(kernels=[], kept=0, tasks=len(tasks))
+    do_all(tasks, request.workers, _tell_outcome)
+    _tell(ended=True)
 
 
 def _compile(request: CompileRequest) -> None:
@@ -107,7 +133,8 @@ def main() -> None:
     set_process_title("weft-compile")
     logging.disable(logging.WARNING)  # the engine says the same
     try:
-        _compile(CompileRequest(**json.load(sys.stdin)))
+        request = CompileRequest(**json.load(sys.stdin))
+        (_compile_products if request.products else _compile)(request)
     except WeftError as error:
         _tell(error={"type": type(error).__name__, "message": error.message})
         sys.exit(1)

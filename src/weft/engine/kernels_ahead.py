@@ -138,8 +138,11 @@ class Compilation:
         reading = self._process.stdout, self._lines  # the thread must not keep ``self`` alive
         threading.Thread(target=_read, args=reading, name="weft-compile", daemon=True).start()
 
-    def wait(self) -> Compiled:
+    def wait(self, failed: list[str] | None = None) -> Compiled:
         """Wait until everything is compiled.
+
+        Args:
+            failed: gets the names of what cannot be compiled, which else is an error.
 
         Raises:
             KernelError: a kernel does not compile, its compilation crashes or hangs, or there is no
@@ -147,7 +150,7 @@ class Compilation:
             WeftError: what is wrong with settings or model.
         """
         found = Compiled(Path(self._request.folder), workers=self._request.workers)
-        tasks, failed = 0, list[dict[str, Any]]()
+        tasks, errors_found = 0, list[dict[str, Any]]()
         try:
             while "ended" not in (event := self._next()):
                 if "error" in event and isinstance(event["error"], dict):
@@ -158,14 +161,16 @@ class Compilation:
                     tasks = event["tasks"]
                     continue
                 found.compiled += 1
-                failed += [event] if event["error"] else []
+                errors_found += [event] if event["error"] else []
                 words = event["error"] or f"{event['seconds']:.1f} s"
                 self._tell(found.compiled, tasks, f"{event['name']}: {words}")
         finally:
             self._finalizer()
         found.seconds = time.monotonic() - self._began
-        if failed:
-            raise KernelError(_explain(failed, self._request))
+        if failed is not None:
+            failed += [event["name"] for event in errors_found]
+        elif errors_found:
+            raise KernelError(_explain(errors_found, self._request))
         return found
 
     def _next(self) -> dict[str, Any]:

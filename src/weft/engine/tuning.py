@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, KernelError
-from weft.engine.devices import device_name, is_cpu
+from weft.engine.devices import is_cpu
+from weft.engine.kernels_ahead import (
+    Compilation,
+    LostCompilerError,
+    kernel_folder,
+    request_for,
+    spare_folder,
+)
 from weft.engine.model import find_model
 from weft.engine.weights import attention_shapes, product_shapes
-from weft.kernels.tuning import EVERY, ROWS, load, save
+from weft.kernels.candidates import MOST, candidates, computed_by_torch
+from weft.kernels.gpus import Gpu
+from weft.kernels.tuning import EVERY, ROWS, Heuristic, Launch, LaunchShape, load, save
 from weft.kernels.unavailable import KernelUnavailable
+
+logger = logging.getLogger("weft")
 
 
 def tune_kernels(config: EngineConfig, tell: Callable[[str], None] = print) -> Path:
     """Measure launches and write them to the file of the setting ``tuning``.
 
     What the file has already for the same GPU and kernels stays, so that several models share it;
-    shapes of this model are measured again. No weights are loaded.
+    shapes of this model are measured again. No weights are loaded. Launches of products are
+    compiled in parallel before they are measured, those of attention one by one.
 
     Raises:
         ConfigError: no file is named, or it cannot be written.
@@ -39,23 +52,69 @@ def tune_kernels(config: EngineConfig, tell: Callable[[str], None] = print) -> P
     import torch
     import triton
 
+    from weft.kernels.triton.device import gpu_at
+    from weft.kernels.triton.kernel_cache import use_folders
     from weft.kernels.triton.tuned import graph_seconds, tune
     from weft.kernels.triton.tuned_attention import tune_attention
 
     device = torch.device(model.device)
-    name = device_name(model.device)
+    gpu = gpu_at(device)
+    assert gpu is not None
+    folder = kernel_folder(config)
+    use_folders(folder, spare_folder())
+    products = products_to_measure(product_shapes(config, model.spec, model.dtype), gpu)
     try:
-        entries = dict(load(path, name, triton.__version__).entries) if path.exists() else {}
-        for shape in product_shapes(config, model.spec, model.dtype):
-            for rows in ROWS:
-                launch, seconds = tune(shape, rows, device, graph_seconds)
-                entries[shape, rows] = launch
-                tell(f"{shape} with up to {rows} rows: {seconds * 1e6:.1f} us, {dict(launch)}")
+        entries = dict(load(path, gpu.name, triton.__version__).entries) if path.exists() else {}
+        tell(f"compiling {sum(map(len, products.values()))} launches into {folder}")
+        _compile(config, gpu, products)
+        for (shape, rows), launches in products.items():
+            if computed_by_torch(shape, rows, gpu.capability):
+                entries[shape, rows] = launches[0]
+                continue
+            launch, seconds = tune(shape, rows, device, launches, graph_seconds)
+            entries[shape, rows] = launch
+            tell(f"{shape} with up to {rows} rows: {seconds * 1e6:.1f} us, {dict(launch)}")
         for shape in attention_shapes(config, model.spec, model.dtype):
             launch, share = tune_attention(shape, config.block_size, device, graph_seconds)
             entries[shape, EVERY] = launch
             tell(f"{shape}: {share:.2f} of the time by the rule, {dict(launch)}")
     except KernelUnavailable as error:
         raise KernelError(str(error)) from error
-    save(path, name, triton.__version__, entries)
+    save(path, gpu.name, triton.__version__, entries)
     return path
+
+
+def products_to_measure(
+    shapes: Iterable[LaunchShape], gpu: Gpu
+) -> dict[tuple[LaunchShape, int], list[Launch]]:
+    """Return the launches of each shape and number of rows that are worth measuring on a GPU.
+
+    Where torch computes the product, that is the rule's alone, which a file has to have.
+    """
+    device = Heuristic(gpu.processors, gpu.shared_bytes)
+    return {
+        (shape, rows): candidates(
+            device, shape, rows, 1 if computed_by_torch(shape, rows, gpu.capability) else MOST
+        )
+        for shape in shapes
+        for rows in ROWS
+    }
+
+
+def _compile(
+    config: EngineConfig, gpu: Gpu, products: dict[tuple[LaunchShape, int], list[Launch]]
+) -> None:
+    """Compile launches in other processes, and remove those that cannot be compiled."""
+    measured = {key: launches for key, launches in products.items() if len(launches) > 1}
+    asked = [
+        (shape.op, shape.kind, shape.sizes, rows, [dict(launch) for launch in launches])
+        for (shape, rows), launches in measured.items()
+    ]
+    failed: list[str] = []
+    try:
+        Compilation(replace(request_for(config, gpu), products=asked)).wait(failed)
+    except LostCompilerError as error:
+        logger.warning("Launches are compiled one by one (%s).", error.message)
+    gone = [tuple(map(int, name.split()[:2])) for name in failed]
+    for place, launches in enumerate(measured.values()):
+        launches[:] = [x for number, x in enumerate(launches) if (place, number) not in gone]

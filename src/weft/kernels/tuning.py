@@ -142,7 +142,7 @@ def _by_rule(device: Heuristic, shape: LaunchShape, bucket: int) -> Launch:
         return launch_by_rule(form, shape.sizes, bucket, device.processors, **kinds)
     outputs, inputs = shape.sizes[-2:]
     gated = shape.op in (GATED, "moe_gate_up")
-    weight, row = _item_bytes(shape.kind)
+    weight, row = item_bytes(shape.kind)
     wide = row == 4
     block_m = min(bucket, 64 if wide else 128)
     # FP8 sums twice: short sums by the tensor cores are added to long ones.
@@ -150,7 +150,7 @@ def _by_rule(device: Heuristic, shape: LaunchShape, bucket: int) -> Launch:
     if bucket > 64 and shape.op == "gemm" and not wide and not shape.kind.startswith("fp8 to"):
         block_n = 128
     block_k = 32 if wide else 64 if bucket > 64 else 128
-    stage = block_k * (weight * block_n * (2 if gated else 1) + row * block_m)
+    stage = int(block_k * (weight * block_n * (2 if gated else 1) + row * block_m))
     splits = 1
     while (
         shape.op == "gemm"
@@ -184,9 +184,11 @@ def _even(splits: int, steps: int, least: int) -> int:
     return next((count for count in fewer if steps % count == 0), whole)
 
 
-def _item_bytes(kind: str) -> tuple[int, int]:
+def item_bytes(kind: str) -> tuple[float, int]:
     """Bytes of a weight and of a number of a row, as they are loaded."""
     row = 4 if kind.endswith("float32") else 2  # rounded rows are one byte on some devices
+    if (coded := CodeForm.parse(kind)) is not None:
+        return coded[0].bits / 8, row
     return (1 if kind.startswith(("fp8", "int8")) else row), row
 
 
@@ -266,7 +268,7 @@ def op_of(parameter: str) -> str:
 def search(
     start: Launch,
     cost: Callable[[Launch], float],
-    alternatives: Mapping[str, tuple[int, ...]] | None = None,
+    alternatives: Mapping[str, tuple[int, ...]],
 ) -> tuple[Launch, float]:
     """Change one parameter after another to what costs least, until no round gains anything.
 
@@ -274,12 +276,12 @@ def search(
 
     Args:
         cost: seconds of a launch; infinity for one that cannot run.
-        alternatives: those of products, if not given.
+        alternatives: values of each parameter; those that ``start`` does not have are left out.
     """
     best, least, tried = dict(start), cost(start), [dict(start)]
     for _ in range(ROUNDS):
         before = least
-        for name, values in (alternatives or ALTERNATIVES).items():
+        for name, values in alternatives.items():
             for value in values if name in start else ():
                 trial = best | {name: value}
                 if trial in tried:

@@ -175,11 +175,17 @@ def metadata_name(variant: Variant) -> str:
     return f"{variant.name[:150]}.json"
 
 
-def compile_tasks(variants: Iterable[Variant], target: GPUTarget) -> list[CompileTask]:
-    """Return tasks that compile what is not there of variants, the longest sources first."""
+def compile_tasks(
+    variants: Iterable[Variant], target: GPUTarget, why: str = ""
+) -> list[CompileTask]:
+    """Return tasks that compile what is not there of variants, the longest sources first.
+
+    Args:
+        why: comes before their names.
+    """
     return [
         CompileTask(
-            f"{variant.name} for sm_{target.arch}", partial(compile_variant, variant, target)
+            f"{why}{variant.name} for sm_{target.arch}", partial(compile_variant, variant, target)
         )
         for variant in sorted(variants, key=lambda variant: -len(variant.kernel.src))
         if files_of(variant, target).get_group(metadata_name(variant)) is None
