@@ -21,6 +21,8 @@ from pathlib import Path
 import numpy as np
 
 import report
+from weft import __version__
+from weft.engine.machine import cpu_name
 from weft.kernels import measure
 from weft.kernels.arrays import Array, numpy_dtype
 from weft.kernels.cpu import experts, matrix
@@ -137,8 +139,9 @@ def main() -> None:
             trip = round_trip_s(layer)
             print(f"round trip of a call without rows: {1e6 * trip:.1f} us")
     if options.out:
-        facts = {"isa": measure.isa(), "threads": options.threads, "round_trip_s": trip}
-        report.save(options.out, **facts, rows=found)
+        facts = {"weft": __version__, "cpu": cpu_name(), "isa": measure.isa()}
+        more = {"threads": options.threads, "round_trip_s": trip, "rows": found}
+        report.save(options.out, **facts, **more)
 
 
 if __name__ == "__main__":

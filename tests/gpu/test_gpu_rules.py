@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from weft.core.plan import RowAdd
 from weft.core.types import SamplingParams
+from weft.exec import hosted_experts
 from weft.exec.device import tensor_memory
 from weft.exec.functions import StepFunctions
 from weft.exec.grammar import GrammarRows
@@ -34,6 +35,7 @@ from weft.exec.step_layout import LaneSizes, PairSizes, sample_layout
 from weft.exec.step_packer import StepPacker
 from weft.exec.store import KVStore
 from weft.kernels.arrays import dtype_name
+from weft.kernels.hosted import HostedExperts
 from weft.kernels.interface import OpTable
 from weft.kernels.kv_storage import KV_DTYPES
 from weft.kernels.ops import _triton_ops
@@ -88,7 +90,7 @@ def launches(monkeypatch) -> Iterator[list[str]]:
     matrix._rowwise.cache_clear()
 
 
-def decoder_of(name: str, dtype: torch.dtype, quantize: str) -> Decoder:
+def decoder_of(name: str, dtype: torch.dtype, quantize: str, *, hosted: bool = False) -> Decoder:
     """A decoder of a case of ``checkpoints`` whose weights have no numbers."""
     config = CASES[name].config()
     config.architectures = [CASES[name].architecture]
@@ -105,6 +107,9 @@ def decoder_of(name: str, dtype: torch.dtype, quantize: str) -> Decoder:
         else:
             kind = dtype_name(dtype)
             weights[parameter.name] = ops.quantise(label, parameter.shape, kind, storage)
+        if hosted and parameter.name.endswith("expert_down"):
+            experts = HostedExperts(*[(None,) * parameter.shape[0]] * 2, spec.activation)
+            weights |= dict.fromkeys((parameter.name, weights_before(parameter.name)), experts)
     return Decoder(spec, weights, ops)
 
 
@@ -200,6 +205,27 @@ def test_halves_need_nothing_of_the_host_and_launch_what_whole_steps_do(kind, la
             functions.overlapped(sizes, None)
         assert Counter(launches) == whole
         launches.clear()
+
+
+def weights_before(down: str) -> str:
+    """The name of the other matrices of the experts."""
+    return down.replace("expert_down", "expert_gate_up")
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "gemma4-moe-key-is-value"])
+def test_steps_with_experts_on_the_host_read_only_what_both_see(
+    name, launches, monkeypatch
+) -> None:
+    monkeypatch.setattr(hosted_experts, "to_numpy", lambda tensor: tensor)
+    monkeypatch.setattr(hosted_experts, "ExpertServer", lambda *_: SimpleNamespace())
+    decoder = decoder_of(name, torch.bfloat16, "none", hosted=True)
+    functions = functions_of(decoder, torch.bfloat16, 128)
+    with OnlyOnTheDevice():
+        for size in (1, 16, 128):
+            functions.forward(functions._packer.forward_layout(size), None)
+    layers = sum(layer.moe for layer in decoder.spec.layers)
+    assert launches.count("_await_answer") == 3 * layers
+    assert "_grouped" not in launches
 
 
 @pytest.mark.parametrize(

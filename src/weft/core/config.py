@@ -368,6 +368,8 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
+        if type(self.host_experts) is int:  # as a file has it
+            object.__setattr__(self, "host_experts", str(self.host_experts))
         with config_errors():
             check_settings(self)
         check_sizes(self)
