@@ -232,6 +232,41 @@ def test_ranks_agree_to_the_bit_and_rows_are_independent(folders, tmp_path) -> N
     assert 0 < (results[0][0] - exact).abs().max() < 1e-4
 
 
+LONG = [("a", prompt(40)), ("b", prompt(24, 1))]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    "name", ["llama-tied-biases", "gemma3", "qwen3-moe-mixed", "gemma4-moe-key-is-value"]
+)
+def test_norms_of_a_share_of_the_rows_give_the_same_bits(
+    name, size, folders, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("weft.kernels.process_group.ONE_EXCHANGE_BYTES", 2048)  # 8 rows of 64
+    monkeypatch.setattr("weft.kernels.process_group.TIMEOUT_S", 30)
+    longest, shares = {"max_model_len": CASES[name].max_model_len}, []
+
+    def work(group: Group):
+        decoder, found = load(folders(name), group, **longest), []
+        for group.by_rows in (False, True):
+            runner = PagedRunner(decoder)
+            found.append(torch.cat([*runner.step(LONG), *runner.step([("a", prompt(9, 2))])]))
+        return found
+
+    def sum_rows(group: Group, x: np.ndarray) -> np.ndarray:
+        found = exact(group, x)
+        shares.append(len(found) * size == len(x) == 64)
+        return found
+
+    exact = Group.sum_rows
+    monkeypatch.setattr(Group, "sum_rows", sum_rows)
+    for whole, by_rows in on_ranks(size, tmp_path, work):
+        assert torch.equal(whole, by_rows)
+    assert all(shares)
+    # After attention, and after the MLP or the experts, or both.
+    assert len(shares) >= size * 2 * read_spec(folders(name)).num_layers
+
+
 # -- integers
 
 

@@ -57,15 +57,15 @@ def check_pipeline(config: EngineConfig) -> None:
             )
         return
     alone = {
-        "host_kv_memory": "their KV is in one tier",
-        "kv_disk": "cached prefixes stay in memory",
-        "attend": "remote places attend for one process",
+        "host_kv_memory": "stages keep their KV in one tier",
+        "kv_disk": "stages keep cached prefixes in memory alone",
+        "attend": "remote places attend for engines of one process",
     }
     for name, why in alone.items():
         if getattr(config, name):
             raise ConfigError(
-                f"{name} does not work with pipeline_parallel {stages}: of stages {why}; leave one "
-                "of the two out.",
+                f"{name} does not work with pipeline_parallel {stages}: {why}; leave one of the two "
+                "out.",
                 param=name,
             )
     if config.resident == "on":

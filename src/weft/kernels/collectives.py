@@ -33,6 +33,21 @@ class Collectives(Protocol):
     def gather(self, x: Array) -> Array:
         """Return the columns [S, size * n] of every rank's ``x`` [S, n], in the order of ranks."""
 
+    def splits(self, x: Array) -> bool:
+        """Whether what follows a sum of an array like ``x`` [T, C] pays by rows; see ``ByRows``."""
+
+    def sum_rows(self, x: Array) -> Array:
+        """Return this rank's rows [T / size, C] of the sum of every rank's ``x`` [T, C]."""
+
+    def gather_rows(self, x: Array) -> Array:
+        """Return the rows [size * n, C] of every rank's ``x`` [n, C], in the order of ranks."""
+
+    def own(self, x: Array) -> Array:
+        """Return the rows of ``x`` [T, C] for which this rank gets sums: all of them."""
+
+    def enter(self, x: Array) -> Array:
+        """Return all rows [T, C] of those that ranks have got sums for: they have all of them."""
+
 
 def in_order(parts: Sequence[Array]) -> Array:
     """Return the sum of every rank's tensor [...], in its dtype: the reference of all sums here."""
@@ -54,6 +69,43 @@ class Alone:
 
     def gather(self, x: Array) -> Array:
         return x
+
+    def splits(self, x: Array) -> bool:  # noqa: ARG002 - as others have it
+        return False
+
+    def sum_rows(self, x: Array) -> Array:
+        return x
+
+    def gather_rows(self, x: Array) -> Array:
+        return x
+
+    def own(self, x: Array) -> Array:
+        return x
+
+    def enter(self, x: Array) -> Array:
+        return x
+
+
+class ByRows:
+    """Ranks that get the sums of a share of the rows each, until a product needs all rows.
+
+    Norms and residual sums in between take a share of the time, and the exchanges are the two that
+    a large sum consists of (Korthikanti et al. 2022, sequence parallelism). All bits are those of
+    whole sums, as nothing in between looks at two rows.
+    """
+
+    def __init__(self, ranks: Collectives) -> None:
+        self.rank, self.size = ranks.rank, ranks.size
+        self.gather, self.gather_rows = ranks.gather, ranks.gather_rows
+        self.sum = self.sum_rows = ranks.sum_rows
+        self.enter = ranks.gather_rows
+
+    def splits(self, x: Array) -> bool:  # noqa: ARG002 - it is split already
+        return False
+
+    def own(self, x: Array) -> Array:
+        each = len(x) // self.size
+        return x[self.rank * each : (self.rank + 1) * each]
 
 
 ALONE = Alone()

@@ -44,6 +44,7 @@ class Group:
         self.rank, self.size = rank, size
         on_gpu = device.startswith("cuda")
         self._aborts = on_gpu  # gloo fails by itself
+        self.by_rows = on_gpu  # ranks of a CPU share its cores: what one is spared, others lose
         connect = _nccl if on_gpu else _gloo
         self._group = connect(meeting_point, rank, size)
         self._peers = _peer_sum(meeting_point, rank, size, device) if on_gpu else None
@@ -57,6 +58,23 @@ class Group:
     def gather(self, x: Array) -> Array:
         return to_numpy(self._gather(to_torch(x))) if is_numpy(x) else self._gather(x)
 
+    def splits(self, x: Array) -> bool:
+        return self.by_rows and x.nbytes > ONE_EXCHANGE_BYTES and len(x) % self.size == 0
+
+    def sum_rows(self, x: Array) -> Array:
+        if is_numpy(x):
+            return to_numpy(self.sum_rows(to_torch(x)))
+        return self._own_sums(x.contiguous()).view(-1, *x.shape[1:])
+
+    def gather_rows(self, x: Array) -> Array:
+        return to_numpy(self._all(to_torch(x))) if is_numpy(x) else self._all(x.contiguous())
+
+    def own(self, x: Array) -> Array:
+        return x
+
+    def enter(self, x: Array) -> Array:
+        return x
+
     def _sum(self, x: Tensor) -> Tensor:
         if self._peers is not None and self._peers.takes(x):
             return self._peers(x)
@@ -66,9 +84,13 @@ class Group:
         x = x.contiguous()
         if x.nbytes <= ONE_EXCHANGE_BYTES or x.numel() % self.size:
             return self._added(self._all(x.view(-1))).view(x.shape)
+        return self._all(self._own_sums(x)).view(x.shape)
+
+    def _own_sums(self, x: Tensor) -> Tensor:
+        """This rank's share [n / size] of the sums of every rank's ``x`` of n numbers."""
         mine = torch.empty_like(x).view(-1)  # each rank's numbers of this rank's share
         self._group.alltoall_base(mine, x.view(-1), [], []).wait()
-        return self._all(self._added(mine)).view(x.shape)
+        return self._added(mine)
 
     def _gather(self, x: Tensor) -> Tensor:
         return self._all(x.contiguous()).view(self.size, *x.shape).transpose(0, 1).flatten(1)

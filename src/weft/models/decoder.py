@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Protocol
 
 from weft.kernels.arrays import (
@@ -19,6 +19,7 @@ from weft.kernels.arrays import (
     times,
     where,
 )
+from weft.kernels.collectives import ByRows
 from weft.kernels.interface import FusedStack, OpTable, Weight
 from weft.kernels.parts import LayerInputs, StackParts
 from weft.models.fused import fuse
@@ -271,15 +272,17 @@ class Decoder:
         if fused is not None and self.ops.ranks.size == 1:
             return fused.post(attended, residual, inputs)
         spec, ops, weights = self.spec, self.ops, self.layers[layer]
+        if ops.ranks.splits(residual):
+            ops = replace(ops, ranks=ByRows(ops.ranks))
         y = ops.linear(attended.reshape(len(attended), -1), weights.output, weights.output_bias)
-        y = ops.ranks.sum(y)  # [T, C]
+        y = ops.ranks.sum(y)  # [T, C], or a rank's rows of that
         if weights.post_attention_norm is not None:
             y = ops.rms_norm(y, weights.post_attention_norm, spec.norm_eps, spec.norm_plus_one)
-        residual = residual + _added(spec, y)
+        residual = ops.ranks.own(residual) + _added(spec, y)
         y = feed_forward(spec, spec.layers[layer], weights, residual, ops)
         if weights.post_mlp_norm is not None:
             y = ops.rms_norm(y, weights.post_mlp_norm, spec.norm_eps, spec.norm_plus_one)
-        residual = residual + _added(spec, y)
+        residual = ops.ranks.enter(residual + _added(spec, y))
         if inputs is not None:
             residual = add_per_layer_input(spec, weights, residual, inputs, ops)
         return residual if weights.layer_scalar is None else residual * weights.layer_scalar

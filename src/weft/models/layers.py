@@ -159,16 +159,19 @@ def _qk_norm(spec: ModelSpec, weights: LayerWeights, qk: Array, ops: OpTable) ->
 def feed_forward(
     spec: ModelSpec, layer: LayerSpec, weights: LayerWeights, hidden: Array, ops: OpTable
 ) -> Array:
-    """Return what the MLP or the experts add to ``hidden`` [T, C], before any post norm."""
-    x = pre_norm(spec, hidden, weights.mlp_norm, ops)
+    """Return what the MLP or the experts add to ``hidden`` [T, C], before any post norm.
+
+    Where ranks split the sums ``ByRows``, both are a rank's rows.
+    """
+    x = ops.ranks.enter(pre_norm(spec, hidden, weights.mlp_norm, ops))
     if not layer.moe:
         return _mlp(spec, weights, x, ops)
     assert spec.moe is not None
     if not spec.moe.beside_mlp:
         return begin_experts(spec, weights, x, x, ops)()
     routed = ops.rms_norm(hidden, weights.router_scale, spec.norm_eps, False)
-    routed = times(routed, spec.hidden_size**-0.5)
-    inputs = _norm(spec, hidden, weights.expert_norm, ops)
+    routed = ops.ranks.enter(times(routed, spec.hidden_size**-0.5))
+    inputs = ops.ranks.enter(_norm(spec, hidden, weights.expert_norm, ops))
     end_experts = begin_experts(spec, weights, routed, inputs, ops)  # the host computes meanwhile
     dense = _norm(spec, _mlp(spec, weights, x, ops), weights.dense_post_norm, ops)
     sparse = _norm(spec, end_experts(), weights.expert_post_norm, ops)
