@@ -171,6 +171,9 @@ def test_steps_need_nothing_of_the_host(kind, launches) -> None:
     products = "aten._scaled_mm.default" if quantize == "fp8" else "aten.mm"
     assert any(name.startswith(products) for name in watched.called) or quantize == "int8"
     assert {"list_kernel", "decode_kernel", "prefill_kernel", "_sample", "gemm"} <= set(launches)
+    passes = sum(2 if layout.size <= ROWS else 1 for layout in layouts)
+    assert launches.count("list_kernel") == passes * len(decoder.spec.kv_groups)
+    assert launches.count("decode_kernel") == passes * decoder.spec.num_layers
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k[0] in ("llama-gqa", "gemma3")], ids=str)

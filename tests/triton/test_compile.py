@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import launch_pdl
 import pytest
-import torch
 from ahead import Compiled, compiled
 from launch_attention import SHARED, heads_of
 
@@ -89,18 +87,6 @@ def multiplies_halves(kernel: Compiled) -> bool:
 def test_a_kernel_that_does_not_compile_is_an_error() -> None:
     with pytest.raises(AssertionError, match="fp8e4nv not supported"):
         compiled("launch_attention.launch_as_if_with_e4m3", 80)
-
-
-@pytest.mark.parametrize("capability", [80, 90])
-def test_programmatic_launches_begin_with_hopper(capability: int) -> None:
-    (kernel,) = compiled("launch_pdl.launch", capability)
-    assert kernel.programmatic == (capability >= 90)
-
-
-def test_programmatic_kernels_are_interpreted() -> None:
-    numbers = torch.arange(3.0)
-    launch_pdl.double(numbers)
-    assert numbers.tolist() == [0, 2, 4]
 
 
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=deep), 90])
