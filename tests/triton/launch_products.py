@@ -38,13 +38,13 @@ def launch(capability: int, *cases: str) -> None:
 def of_size(
     kind: str, shape: tuple[int, ...], tuning: Heuristic, parameter: str
 ) -> TritonMatrix | CodedMatrix:
-    """A matrix of one number, in a shape: more is not read."""
+    """A matrix of one number, or of one row of codes, in a shape: more is not read."""
     if kind in CODED:
         few, _ = drawn_weight(kind, (*(1,) * (len(shape) - 2), 6, 264), tuning, parameter=parameter)
         few._sizes = shape
         pieces, *experts = few.form.pieces(shape[-1]), *shape[:-2]
         tiles = (*experts, -(-shape[-2] // TILE), pieces, TILE, few.form.row_bytes)
-        few.codes = few.codes.flatten()[:1].expand(tiles)
+        few.codes = few.codes.flatten()[: few.form.row_bytes].expand(tiles)
         return few
     made = make(kind, torch.ones(*(1,) * (len(shape) - 2), 6, 8), tuning, parameter)
     made.values = made.values.flatten()[:1].expand(shape)

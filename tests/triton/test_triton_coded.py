@@ -73,6 +73,52 @@ def test_looked_up_rows_are_the_weights(kind) -> None:
     assert not coded.gather(made, torch.tensor([70, -1])).any()
 
 
+def run_assembly(text: str, word: int) -> list[int]:
+    """What the three instructions of such a text make of a word; PTX ISA, sections of each."""
+    registers = {"$4": word}
+
+    def value(name: str) -> int:
+        return registers[name] if name in registers else int(name, 0)
+
+    for line in (line.strip(" ;") for line in text.splitlines() if "." in line):
+        operation, _, rest = line.partition(" ")
+        if operation == ".reg":
+            continue
+        target, *names = (name.strip() for name in rest.split(","))
+        given = [value(name) for name in names]
+        match operation:
+            case "shr.u32":
+                found = given[0] >> given[1]
+            case "prmt.b32":
+                pair = (given[0] | given[1] << 32).to_bytes(8, "little")
+                chosen = [pair[given[2] >> 4 * place & 7] for place in range(4)]
+                found = int.from_bytes(bytes(chosen), "little")
+            case "lop3.b32":
+                a, b, c, table = given
+                found = sum(
+                    (table >> (4 * (a >> i & 1) + 2 * (b >> i & 1) + (c >> i & 1)) & 1) << i
+                    for i in range(32)
+                )
+            case _:
+                raise AssertionError(operation)
+        registers[target] = found
+    return [registers[f"${place}"] for place in range(4)]
+
+
+def test_assembly_unpacks_to_bfloat16() -> None:
+    """Registers have two numbers each: of quarters one of each unit, of halves two neighbours."""
+    codes = torch.tensor([[7, 0, 15, 3], [8, 1, 14, 12]])  # of two units, each quarter's
+    word = sum(int(code) << 4 * place for place, code in enumerate(codes.flatten()))
+    found = torch.tensor(run_assembly(coded.QUARTERS_TO_BFLOAT16, word)).int()
+    numbers = found.view(torch.bfloat16).reshape(4, 2).float()
+    assert torch.equal(numbers, codes.T.float() + 128)
+    pairs = torch.tensor([[7, 0], [15, 3], [8, 1], [14, 12]])  # of four bytes, low and high bits
+    word = sum(int(low + 16 * high) << 8 * place for place, (low, high) in enumerate(pairs))
+    found = torch.tensor(run_assembly(coded.HALVES_TO_BFLOAT16, word)).int()
+    numbers = found.view(torch.bfloat16).reshape(2, 4).float()
+    assert torch.equal(numbers, pairs.T.float() + 128)
+
+
 def test_parts_are_added_in_one_order() -> None:
     """Equal calls give equal bits, and a row's do not depend on the rows beside it."""
     made, _ = drawn_weight("int4 by 32, zeros", (70, 300), Fixed(16, 32, 64, 4), torch.bfloat16)

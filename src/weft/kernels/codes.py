@@ -1,9 +1,10 @@
 """Codes of a weight with a scale for each group of inputs, as GPUs hold them. Torch-free.
 
 The codes of 64 outputs and one group of inputs lie together, so that what a program multiplies at a
-time is one piece of memory; in four bits, a byte has an input of the first half of the group in its
-low bits and one of the second half in its high bits, so that both halves are operands of a product
-as they are unpacked (the aim of Marlin's layout: Frantar et al. 2024, section 3.4).
+time is one piece of memory. In four bits, a unit of 16 bits has one input of each quarter of the
+group, the first in its lowest bits: each quarter is an operand of a product as it is unpacked (the
+aim of Marlin's layout: Frantar et al. 2024, section 3.4). Where a quarter is too short for a
+product, and of MXFP4, a unit is a byte, with one input of each half.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from weft.kernels.storage import PANEL, Storage
 
 WHOLE = 128  # inputs whose codes lie together where an output has one scale
 MOST_SPLITS = 16
+LEAST_PRODUCT = 16  # inputs of one operation of the tensor cores
 _BITS = {"int4": 4, "int8": 8, "e2m1": 4, "e4m3": 8}
 
 
@@ -66,6 +68,13 @@ class CodeForm:
     def inputs(self) -> int:
         """Inputs whose codes lie together."""
         return self.group or WHOLE
+
+    @property
+    def parts(self) -> int:
+        """Equal parts of a group, of each of which a unit has one input."""
+        if self.bits == 8:
+            return 1
+        return 4 if self.code == "int4" and self.inputs // 4 >= LEAST_PRODUCT else 2
 
     @property
     def row_bytes(self) -> int:

@@ -33,27 +33,58 @@ _TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl
 _TILE = tl.constexpr(TILE)
 
 
+# Codes become 128 more than each in bfloat16: or-ed into the last bits of 128. Two units of 16 bits
+# have four pairs, one of each quarter of a group; of four bytes each is put into 16 bits first, and
+# the results are two pairs of the low bits, then two of the high ones.
+QUARTERS_TO_BFLOAT16 = """
+{
+    .reg .b32 a, b, c;
+    shr.u32 a, $4, 4;
+    shr.u32 b, $4, 8;
+    shr.u32 c, $4, 12;
+    lop3.b32 $0, $4, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 $1, a, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 $2, b, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 $3, c, 0x000F000F, 0x43004300, 0xEA;
+}
+"""
+HALVES_TO_BFLOAT16 = """
+{
+    .reg .b32 a, b, c, d;
+    prmt.b32 a, $4, 0, 0x4140;
+    prmt.b32 b, $4, 0, 0x4342;
+    shr.u32 c, a, 4;
+    shr.u32 d, b, 4;
+    lop3.b32 $0, a, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 $1, b, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 $2, c, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 $3, d, 0x000F000F, 0x43004300, 0xEA;
+}
+"""
+_QUARTERS, _HALVES = tl.constexpr(QUARTERS_TO_BFLOAT16), tl.constexpr(HALVES_TO_BFLOAT16)
+
+
 @triton.jit
-def decoded(codes, zero, CODE: tl.constexpr, HIGH: tl.constexpr, OPERAND: tl.constexpr):
+def decoded(codes, zero, CODE: tl.constexpr, PLACE: tl.constexpr, OPERAND: tl.constexpr):
     """Return the numbers of codes, of E2M1 2**-14 of them, as ``tl.dot`` takes them.
 
     A code or-ed into the last bits of 2**23 is a float32 without a conversion.
 
     Args:
         zero: zero points plus 2**23 in float32, of integers.
-        HIGH: of four bits, the high ones.
+        PLACE: of four bits, which of a unit.
     """
     if CODE == "e4m3":
         number = codes
     elif CODE == "e4m3 bits":
         number = from_bits(codes)
     elif CODE == "e2m1":
-        bits = (codes >> 4 if HIGH else codes & 15).to(tl.int16)
+        bits = (codes >> (4 * PLACE)).to(tl.int16)
         half = ((bits & 8) << 12) | ((bits & 7) << 9)
         number = half.to(tl.float16, bitcast=True)
     else:
         if CODE == "int4":
-            codes = codes >> 4 if HIGH else codes & 15
+            codes = (codes >> (4 * PLACE)) & 15
         number = (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - zero
     return number.to(OPERAND)
 
@@ -80,42 +111,86 @@ def scales_at(scale, at, inside, CODE: tl.constexpr):
 
 
 @triton.jit
-def activations(x_at, k, m_in, first, K: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr):
-    """Return the inputs [k, m] from ``first`` on; beyond the last one 0."""
+def _slice(x_at, k, m_in, first, K: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr):
     inside = m_in[None, :] if EVEN else (first + k < K)[:, None] & m_in[None, :]
     return tl.load(x_at, mask=inside, other=0.0).to(OPERAND)
+
+
+@triton.jit
+def activations(
+    x_at,
+    k,
+    m_in,
+    first,
+    K: tl.constexpr,
+    EVEN: tl.constexpr,
+    OPERAND: tl.constexpr,
+    INPUTS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Return the parts [k, m] of a group of inputs from ``first`` on; beyond the last input 0."""
+    a = _slice(x_at, k, m_in, first, K, EVEN, OPERAND)
+    b, c, d = a, a, a
+    if PARTS > 1:
+        b = _slice(x_at + INPUTS, k, m_in, first + INPUTS, K, EVEN, OPERAND)
+    if PARTS > 2:
+        c = _slice(x_at + 2 * INPUTS, k, m_in, first + 2 * INPUTS, K, EVEN, OPERAND)
+        d = _slice(x_at + 3 * INPUTS, k, m_in, first + 3 * INPUTS, K, EVEN, OPERAND)
+    return a, b, c, d
 
 
 @triton.jit
 def product(
     codes,
     zero,
-    low,
-    high,
+    a,
+    b,
+    c,
+    d,
     acc,
     CODE: tl.constexpr,
-    BITS: tl.constexpr,
+    PARTS: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Add the products of one group to sums [N, M].
 
     Args:
-        codes: [N, inputs of a group], of four bits [N, half of them].
-        low, high: the activations of the two halves of a group; of eight bits ``low`` has all.
+        codes: [N, units of a group].
+        a, b, c, d: the activations of the ``PARTS`` of a group.
     """
-    weights = decoded(codes, zero, CODE, False, OPERAND)
-    acc = tl.dot(weights, low, acc, input_precision=PRECISION)
-    if BITS == 4:
-        weights = decoded(codes, zero, CODE, True, OPERAND)
-        acc = tl.dot(weights, high, acc, input_precision=PRECISION)
+    if CODE == "int4" and tl.bfloat16 == OPERAND:
+        point = (zero - 8388480.0).to(tl.bfloat16)  # 2**23 - 128
+        if PARTS == 4:
+            all4: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16)
+            w0, w1, w2, w3 = tl.inline_asm_elementwise(
+                _QUARTERS, "=r,=r,=r,=r,r", [codes], dtype=all4, is_pure=True, pack=2
+            )
+            acc = tl.dot(w0 - point, a, acc, input_precision=PRECISION)
+            acc = tl.dot(w1 - point, b, acc, input_precision=PRECISION)
+            acc = tl.dot(w2 - point, c, acc, input_precision=PRECISION)
+            acc = tl.dot(w3 - point, d, acc, input_precision=PRECISION)
+        else:
+            both: tl.constexpr = (tl.bfloat16, tl.bfloat16)
+            w0, w1 = tl.inline_asm_elementwise(
+                _HALVES, "=r,=r,=r,=r,r", [codes], dtype=both, is_pure=True, pack=4
+            )
+            acc = tl.dot(w0 - point, a, acc, input_precision=PRECISION)
+            acc = tl.dot(w1 - point, b, acc, input_precision=PRECISION)
+    else:
+        acc = tl.dot(decoded(codes, zero, CODE, 0, OPERAND), a, acc, input_precision=PRECISION)
+        if PARTS > 1:
+            acc = tl.dot(decoded(codes, zero, CODE, 1, OPERAND), b, acc, input_precision=PRECISION)
+        if PARTS > 2:
+            acc = tl.dot(decoded(codes, zero, CODE, 2, OPERAND), c, acc, input_precision=PRECISION)
+            acc = tl.dot(decoded(codes, zero, CODE, 3, OPERAND), d, acc, input_precision=PRECISION)
     return acc
 
 
 @triton.jit(do_not_specialize=["M"])
 def coded_gemm(
     x,  # [M, K]
-    w,  # [tiles, PIECES, TILE, bytes of a piece]
+    w,  # [tiles, PIECES, TILE, units of a piece]
     row_scales,  # [PIECES, M] float32, of rounded activations
     scale,  # [PIECES, N], or [1, N]
     zero,  # the same of uint8
@@ -129,7 +204,7 @@ def coded_gemm(
     K: tl.constexpr,
     GROUP: tl.constexpr,
     CODE: tl.constexpr,
-    BITS: tl.constexpr,
+    PARTS: tl.constexpr,
     WHOLE: tl.constexpr,
     ZEROS: tl.constexpr,
     ROUNDED: tl.constexpr,
@@ -156,7 +231,7 @@ def coded_gemm(
     PIECES: tl.constexpr = (K + GROUP - 1) // GROUP
     STEPS: tl.constexpr = (PIECES + EACH * SPLITS - 1) // (EACH * SPLITS)
     EVEN: tl.constexpr = STEPS * EACH * SPLITS * GROUP == K
-    INPUTS: tl.constexpr = GROUP // 2 if BITS == 4 else GROUP  # bytes of a piece of an output
+    INPUTS: tl.constexpr = GROUP // PARTS  # units of a piece of an output
     k = tl.arange(0, INPUTS)
     start = part * (STEPS * EACH)
     tile = (n // _TILE).to(tl.int64) * PIECES + start
@@ -171,17 +246,15 @@ def coded_gemm(
             inside = n_in if EVEN else n_in & (piece < PIECES)
             first = piece * GROUP
             codes = tl.load(w_at + number * (_TILE * INPUTS), mask=inside[:, None], other=0.0)
-            low = activations(x_at + number * GROUP, k, m_in, first, K, EVEN, OPERAND)
-            high = low
-            if BITS == 4:
-                high_at = x_at + (number * GROUP + INPUTS)
-                high = activations(high_at, k, m_in, first + INPUTS, K, EVEN, OPERAND)
+            a, b, c, d = activations(
+                x_at + number * GROUP, k, m_in, first, K, EVEN, OPERAND, INPUTS, PARTS
+            )
             if WHOLE:
-                acc = product(codes, zeros, low, high, acc, CODE, BITS, OPERAND, PRECISION)
+                acc = product(codes, zeros, a, b, c, d, acc, CODE, PARTS, OPERAND, PRECISION)
             else:
                 points = zero_points(zero, piece * N + n, inside, CODE, ZEROS)
                 sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-                sums = product(codes, points, low, high, sums, CODE, BITS, OPERAND, PRECISION)
+                sums = product(codes, points, a, b, c, d, sums, CODE, PARTS, OPERAND, PRECISION)
                 if ROUNDED:
                     rows_in = m_in if EVEN else m_in & (piece < PIECES)
                     sums *= tl.load(row_scales + piece * M + m, mask=rows_in, other=0.0)[None, :]
@@ -226,7 +299,7 @@ def _gather(
     K: tl.constexpr,
     GROUP: tl.constexpr,
     CODE: tl.constexpr,
-    BITS: tl.constexpr,
+    PARTS: tl.constexpr,
     WHOLE: tl.constexpr,
     ZEROS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -237,7 +310,7 @@ def _gather(
     known = (n >= 0) & (n < N)
     n = tl.where(known, n, 0)
     PIECES: tl.constexpr = (K + GROUP - 1) // GROUP
-    INPUTS: tl.constexpr = GROUP // 2 if BITS == 4 else GROUP
+    INPUTS: tl.constexpr = GROUP // PARTS
     piece = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     k = piece[:, None] * GROUP + tl.arange(0, INPUTS)[None, :]
     inside = (piece < PIECES) & known
@@ -247,10 +320,10 @@ def _gather(
     at = tl.zeros([BLOCK], tl.int64) + n if WHOLE else piece * N + n
     points = zero_points(zero, at, inside, CODE, ZEROS)
     factor = scales_at(scale, at, inside, CODE)[:, None]
-    for half in tl.static_range(2 if BITS == 4 else 1):
-        numbers = decoded(codes, points, CODE, half == 1, tl.float32) * factor
-        here = (piece < PIECES)[:, None] & (k + half * INPUTS < K)
-        to = out + row * K + k + half * INPUTS
+    for place in tl.static_range(PARTS):
+        numbers = decoded(codes, points, CODE, place, tl.float32) * factor
+        here = (piece < PIECES)[:, None] & (k + place * INPUTS < K)
+        to = out + row * K + k + place * INPUTS
         tl.store(to, numbers.to(out.dtype.element_ty), mask=here)
 
 
@@ -265,6 +338,8 @@ def operand_of(matrix: CodedMatrix, device: torch.device) -> tuple[Operand, str,
         codes = codes.view(E4M3)
     elif fp8:
         code = "e4m3 bits"
+    elif matrix.form.parts == 4:
+        codes = codes.view(torch.int16)
     if interpreted():
         return tl.float32, code, codes
     if matrix.form.rounds:
@@ -333,7 +408,7 @@ def linear(
         K=inputs,
         GROUP=form.inputs,
         CODE=code,
-        BITS=form.bits,
+        PARTS=form.parts,
         WHOLE=form.group is None,
         ZEROS=matrix.zeros is not None,
         ROUNDED=form.rounds,
@@ -380,7 +455,7 @@ def gather(matrix: CodedMatrix, outputs: Tensor) -> Tensor:
         K=inputs,
         GROUP=form.inputs,
         CODE=code,
-        BITS=form.bits,
+        PARTS=form.parts,
         WHOLE=form.group is None,
         ZEROS=matrix.zeros is not None,
         BLOCK=block,

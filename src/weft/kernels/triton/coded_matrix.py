@@ -162,8 +162,11 @@ class CodedMatrix:
         """Return the weight in float32."""
         *_, outputs, inputs = self.shape
         codes = self.codes.movedim(-2, -3).flatten(-4, -3)  # [.., N, pieces, bytes]
-        if self.form.bits == 4:
+        if self.form.parts == 2:
             codes = torch.cat((codes & 15, codes >> 4), -1)
+        elif self.form.parts == 4:
+            low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
+            codes = torch.cat((low & 15, low >> 4, high & 15, high >> 4), -1)
         codes = codes.flatten(-2)[..., :outputs, :inputs]
         scales = self._spread(self.scales)
         if self.form.code == "e4m3":
@@ -204,10 +207,11 @@ def _packed(values: Tensor, form: CodeForm) -> Tensor:
     whole = values.new_zeros(rows, pieces * form.inputs)
     whole[:, :inputs] = values
     cut = whole.reshape(rows, pieces, form.inputs)
-    if form.bits == 8:
+    if form.parts == 1:
         return cut
-    low, high = cut.chunk(2, -1)
-    return low | (high << 4)
+    parts = cut.chunk(form.parts, -1)
+    pairs = [low | (high << 4) for low, high in zip(parts[::2], parts[1::2], strict=True)]
+    return torch.stack(pairs, -1).flatten(-2)
 
 
 def round_groups(

@@ -36,7 +36,7 @@ def _at(w, n, k, PIECES: tl.constexpr, INPUTS: tl.constexpr):
 @triton.jit(do_not_specialize=["count", "rows"])
 def grouped_codes(
     x,  # [T, K] if GATED, else [P, K] in sorted places
-    w,  # of each expert [tiles, PIECES, TILE, bytes]; with gates of 2 N outputs, those first
+    w,  # of each expert [tiles, PIECES, TILE, units]; with gates of 2 N outputs, those first
     row_scales,  # [PIECES, rows of x] float32, of rounded activations
     scale,  # [E, PIECES or 1, N or 2 N]
     zero,  # the same of uint8
@@ -54,7 +54,7 @@ def grouped_codes(
     K: tl.constexpr,
     GROUP: tl.constexpr,
     CODE: tl.constexpr,
-    BITS: tl.constexpr,
+    PARTS: tl.constexpr,
     WHOLE: tl.constexpr,
     ZEROS: tl.constexpr,
     ROUNDED: tl.constexpr,
@@ -82,7 +82,7 @@ def grouped_codes(
     PIECES: tl.constexpr = (K + GROUP - 1) // GROUP
     STEPS: tl.constexpr = (PIECES + EACH - 1) // EACH
     EVEN: tl.constexpr = STEPS * EACH * GROUP == K
-    INPUTS: tl.constexpr = GROUP // 2 if BITS == 4 else GROUP
+    INPUTS: tl.constexpr = GROUP // PARTS
     SCALES: tl.constexpr = 1 if WHOLE else PIECES
     TILES: tl.constexpr = (ALL + _TILE - 1) // _TILE
     k = tl.arange(0, INPUTS)
@@ -100,11 +100,9 @@ def grouped_codes(
             piece = step * EACH + number
             inside = n_in if EVEN else n_in & (piece < PIECES)
             first = piece * GROUP
-            low = activations(x_at + number * GROUP, k, m_in, first, K, EVEN, OPERAND)
-            high = low
-            if BITS == 4:
-                high_at = x_at + (number * GROUP + INPUTS)
-                high = activations(high_at, k, m_in, first + INPUTS, K, EVEN, OPERAND)
+            a, b, c, d = activations(
+                x_at + number * GROUP, k, m_in, first, K, EVEN, OPERAND, INPUTS, PARTS
+            )
             factor = tl.full([BLOCK_M], 1.0, tl.float32)
             if ROUNDED:
                 rows_in = m_in if EVEN else m_in & (piece < PIECES)
@@ -115,7 +113,7 @@ def grouped_codes(
                 at = n + half * N if WHOLE else piece * ALL + n + half * N
                 points = zero_points(zero, at, inside, CODE, ZEROS)
                 sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-                sums = product(codes, points, low, high, sums, CODE, BITS, OPERAND, PRECISION)
+                sums = product(codes, points, a, b, c, d, sums, CODE, PARTS, OPERAND, PRECISION)
                 sums *= scales_at(scale, at, inside, CODE)[:, None] * factor[None, :]
                 if half == 1:
                     up += sums
@@ -171,7 +169,7 @@ def multiply(
         K=matrix.shape[2],
         GROUP=form.inputs,
         CODE=code,
-        BITS=form.bits,
+        PARTS=form.parts,
         WHOLE=form.group is None,
         ZEROS=matrix.zeros is not None,
         ROUNDED=form.rounds,
