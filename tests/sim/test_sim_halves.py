@@ -36,10 +36,14 @@ def test_halves_save_time_and_lose_no_token() -> None:
 
 
 def test_the_published_interference_is_that_of_offline_runs() -> None:
-    """At the share that suits equal parts best, which is what an engine captures."""
-    best = published().chosen
-    assert best.gain == pytest.approx(2 / interfering(1.0, 1.0), rel=1e-3)
-    assert best.both_s(1.0, 0.2) >= interfering(1.0, 0.2)
+    """At the one share of the GPU that saves most over some mixes, as an engine captures one."""
+    interference = published()
+    for speeds in interference.at:
+        for reads in (0.1, 1.0, 3.0):
+            assert speeds.both_s(1.0, reads) >= interfering(1.0, reads) * 0.999
+    best = interference.chosen
+    assert (best.dense, best.attention) == pytest.approx((0.8, 0.4))
+    assert best.gain == pytest.approx(1.2, rel=0.01)  # of half as many reads, all beside
 
 
 def test_a_step_in_halves_takes_what_its_parts_do_side_by_side() -> None:

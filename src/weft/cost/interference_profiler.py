@@ -174,8 +174,9 @@ def fit_speeds(fitted: Fitted, programs: int, points: Seq[HalvedPoint]) -> Speed
     best = parts.best(*(np.clip(value + FINER, 0.02, 1.0) for value in best))
     dense, attention, alone = (round(float(share), 4) for share in best)
     second_s = float(np.median(parts.left(np.array([best]))))
-    gain = max(point.whole_s / point.halves_s for point in points)
-    return Speeds(programs, dense, attention, alone, second_s, gain)
+    gains = [point.whole_s / point.halves_s for point in points]
+    saved = statistics.mean(1 - 1 / max(1.0, gain) for gain in gains)
+    return Speeds(programs, dense, attention, alone, second_s, max(gains), saved)
 
 
 @dataclass(frozen=True)

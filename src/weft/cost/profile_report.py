@@ -45,13 +45,13 @@ def _interference_lines(report: Mapping[str, Any]) -> list[str]:
     lines = [
         "dense layers of a half beside decode attention of the other, as shares of their speeds",
         f"{'programs of attention':24}{'dense':>9}{'attention':>11}{'alone':>9}"
-        f"{'held out':>10}{'best gain':>11}",
+        f"{'held out':>10}{'best gain':>11}{'saved':>8}",
     ]
     for row in report["limits"]:
         name = f"at most {row['programs']}" if row["programs"] else "any number"
         lines.append(
             f"{name:24}{row['dense']:>9.1%}{row['attention']:>11.1%}{row['alone']:>9.1%}"
-            f"{row['held_out']['average']:>10.1%}{row['gain'] - 1:>+11.1%}"
+            f"{row['held_out']['average']:>10.1%}{row['gain'] - 1:>+11.1%}{row['saved']:>8.1%}"
         )
     chosen = f"{report['chosen']} programs" if report["chosen"] else "any number of programs"
     gain = report["gain"]

@@ -1,8 +1,9 @@
 """Splits a step in two halves whose dense layers and decode attention overlap (NanoFlow).
 
 Only above the compute ridge, as halves read all weights twice, and only where the halves are
-predicted to take less time by more than ``LEAST_GAIN``. Prompts go to the first half with some of
-the decodes; the second half has decodes alone, whose attention is what the prompts hide.
+predicted to take less time by more than ``LEAST_GAIN``. Of a few ways to split a step the one that
+is predicted to gain most is taken: decodes alone beside prompts, which hide their attention; or
+prompts and decodes on both sides, each of which then has arithmetic for the weights that it reads.
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ class Halves:
             return whole
         decodes = [i for i in range(whole) if counts[i] == 1 and step.starts[i]]
         others = [i for i in range(whole) if counts[i] > 1 or not step.starts[i]]
+        others.sort(key=lambda i: -counts[i])
         best, gain = None, LEAST_GAIN if self._measured is not None else 0.0
-        for second in self._seconds(step, decodes, len(others), sum(counts)):
+        for second in self._seconds(step, counts, decodes, others):
             chosen = set(second)
             first = [i for i in range(whole) if i not in chosen]
             found = self._gain(step, counts, first, second)
@@ -73,26 +75,45 @@ class Halves:
         return len(best[0])
 
     def _seconds(
-        self, step: BatchBuilder, decodes: Seq[int], others: int, tokens: int
+        self, step: BatchBuilder, counts: Seq[int], decodes: Seq[int], others: Seq[int]
     ) -> Iterator[list[int]]:
-        """Decodes that may be the second half: all beside prompts, or as many as suit the sizes.
+        """Rows that may be the second half.
 
-        Those with the longest contexts, and every other one of them.
+        All decodes beside prompts; as many decodes as suit the sizes, every other one by context or
+        those with the longest; or every other prompt and decode.
+
+        Args:
+            others: rows of more than one token, or of the first one; longest first.
         """
         if others and decodes:
             yield list(decodes)
         if self._measured is None and others:
             return
-        counts = [n for n in self._sizes if tokens <= 4 * n <= 3 * tokens] or [tokens // 2]
+        tokens = sum(counts)
+        sizes = [n for n in self._sizes if tokens <= 4 * n <= 3 * tokens] or [tokens // 2]
+        sizes.sort(key=lambda n: abs(2 * n - tokens))
         by_context = sorted(decodes, key=lambda i: -step.starts[i])
-        for count in sorted(counts, key=lambda n: abs(2 * n - tokens)):
-            if count > len(decodes) - (not others):
-                continue
-            longest = by_context[:count]
-            every_other = [*by_context[::2], *by_context[1::2]][:count]
-            yield sorted(every_other)
-            if others:
-                yield sorted(longest)
+        every_other = [*by_context[::2], *by_context[1::2]]
+        for size in sizes:
+            if size <= len(decodes) - (not others):
+                yield sorted(every_other[:size])
+                if others:
+                    yield sorted(by_context[:size])
+        yield from self._dealt(counts, others, every_other, sizes[0])
+
+    def _dealt(
+        self, counts: Seq[int], others: Seq[int], decodes: Seq[int], size: int
+    ) -> Iterator[list[int]]:
+        """Prompts to the half with fewer tokens, and decodes that fill the second one up."""
+        loads, second = [0, 0], list[int]()
+        for i in others:
+            lighter = loads[1] < loads[0]
+            loads[lighter] += counts[i]
+            if lighter:
+                second.append(i)
+        room = size - loads[1]
+        if second and 0 <= room <= len(decodes):
+            yield sorted([*second, *decodes[:room]])
 
     def _gain(
         self, step: BatchBuilder, counts: Seq[int], first: Seq[int], second: Seq[int]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from weft.cost.model import CostModel
 from weft.cost.work import Work
 from weft.engine.loop import EngineLoop
 from weft.kv.cache import GroupSpec, KVCache
+from weft.sched.halves import Halves
 from weft.sched.registry import fcfs
 from weft.sched.scheduler import Limits
 from weft.sim.blended import Blended
@@ -91,6 +92,9 @@ class OfflineRun:
         cached: prompt tokens that the prefix cache gave.
         preempted: how often a sequence was preempted.
         kv_use: (steps,) share of the KV memory in use.
+        elapsed_s: seconds of the run as simulated: whole steps one part after the other, split ones
+            as their halves take.
+        split_steps: those in halves.
     """
 
     tokens: int
@@ -101,9 +105,11 @@ class OfflineRun:
     cached: int
     preempted: int
     kv_use: Floats
+    elapsed_s: float = 0.0
+    split_steps: int = 0
 
     def seconds(self, overlap: Overlap) -> float:
-        """Seconds of the whole run.
+        """Seconds of the whole run, with an overlap that each step has by itself.
 
         The plans do not depend on the time that steps take, since no request comes by the clock.
         """
@@ -115,18 +121,26 @@ class OfflineRun:
 
 
 def run_offline(
-    trace: Blended, order: Order, cost: CostModel, limits: Limits, kv_tokens: int, block: int = 16
+    trace: Blended,
+    order: Order,
+    cost: CostModel,
+    limits: Limits,
+    kv_tokens: int,
+    block: int = 16,
+    halves: Halves | None = None,
 ) -> OfflineRun:
     """Serve a trace in the order's order through FCFS.
 
     Args:
         cost: what steps take, without errors; overlap is applied afterwards.
+        halves: splits steps, as an engine does.
 
     Raises:
         InvariantError: the order or the scheduler lost something.
     """
     groups = (GroupSpec("full", block, kv_tokens // block),)
     scheduler = fcfs(KVCache(groups), limits)
+    scheduler.halves = halves
     clock, log, inbox = VirtualClock(), StepLog(), OrderedInbox(trace, order)
     pool = scheduler.cache.pools[0]
 
@@ -135,14 +149,16 @@ def run_offline(
 
     exact = Errors(0.0, 0.0, 1.0)
     executor = SimulatedExecutor(
-        cost, clock, inbox.ends, errors=exact, log=log, gauges=gauges, block_size=block
-    )
+        cost, clock, inbox.ends, errors=exact, log=log, gauges=gauges, block_size=block,
+        speeds=None if halves is None else halves.speeds,
+    )  # fmt: skip
     EngineLoop(scheduler, executor, inbox, clock).run_until_idle()
     executor.close()
     if order.remaining or not scheduler.idle:
         raise InvariantError(f"{order.remaining} requests were never submitted")
     totals = scheduler.totals
-    return _result(trace, cost, log, inbox.cached, totals.preemptions)
+    found = _result(trace, cost, log, inbox.cached, totals.preemptions)
+    return replace(found, elapsed_s=clock.now(), split_steps=totals.split_steps)
 
 
 def _result(

@@ -24,12 +24,17 @@ LOST = np.array([0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
 GAINED = np.array([0.0, 0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0])
 
 
+MIXES = (0.25, 0.5, 1.0, 2.0)  # reads for arithmetic, which one share of the GPU is to suit
+
+
 def published() -> Interference:
     """The same as weft measures it, at each share that dense layers lose."""
     points = []
     for lost, gained in zip(LOST[1:-1].tolist(), GAINED[1:-1].tolist(), strict=True):
         speeds = Speeds(0, 1 - lost, gained)
-        points.append(speeds._replace(gain=2 / speeds.both_s(1.0, 1.0)))
+        gains = [(1 + reads) / speeds.both_s(1.0, reads) for reads in MIXES]
+        saved = sum(1 - 1 / max(1.0, gain) for gain in gains) / len(MIXES)
+        points.append(speeds._replace(gain=max(gains), saved=saved))
     return Interference(tuple(points))
 
 
