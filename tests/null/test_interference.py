@@ -223,3 +223,13 @@ def test_no_row_is_lost_whatever_the_step(prompts, contexts, known) -> None:
     assert 0 < cut <= len(rows) or not rows
     if cut < len(rows) and known:
         assert TRUE[1].predicted_gain(FASTER, works_of(step, cut)) > 1.0
+
+
+def test_prompts_are_dealt_out_where_either_half_then_has_work_for_its_weights() -> None:
+    """Decodes alone would read the weights for too few tokens."""
+    step = step_of([400, 380], [2000] * 100)
+    cut = RULE.split(step)
+    first, second = works_of(step, cut)
+    assert first.prefills == second.prefills == 1
+    assert first.tokens > 250 < second.tokens
+    assert first.decodes + second.decodes == 100

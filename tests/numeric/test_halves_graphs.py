@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from graphed import use_graphs
-from halved import use_halves
+from halved import ALL_HIDDEN, use_halves
 from test_graphs import PROMPTS, SHORT, everything, expected, packaged  # noqa: F401
 
 from weft import LLM
@@ -18,6 +18,8 @@ from weft.exec.graphs import GraphExecutor
 from weft.exec.halves_pass import _Half
 from weft.exec.step_layout import Buffer
 from weft.exec.workspace import StepSizes, workspace_bytes
+from weft.sched.batch import BatchBuilder
+from weft.sched.halves import Halves
 
 
 @pytest.mark.parametrize(
@@ -42,6 +44,24 @@ def test_requests_of_every_kind_get_what_whole_steps_give(expected, seed, settin
     assert (counts["captured"] > 20) == settings.get("graphs", True)
     assert counts["mixed"] > 2
     assert counts["uncaptured"] > 2 or "max_num_batched_tokens" in settings
+
+
+def test_halves_with_prompts_on_both_sides_give_it_too(expected, monkeypatch):  # noqa: F811
+    """As they are split where a profile says what gains most."""
+    sides: set[tuple[bool, bool]] = set()
+    split = Halves.split
+
+    def watched(self: Halves, step: BatchBuilder) -> int:
+        cut = split(self, step)
+        if cut < len(step.rows):
+            sides.add((max(step.counts[:cut]) > 1, max(step.counts[cut:]) > 1))
+        return cut
+
+    monkeypatch.setattr(Halves, "split", watched)
+    use_halves(monkeypatch, 6, measured=ALL_HIDDEN)
+    with packaged() as llm:
+        assert everything(llm) == expected
+    assert sides > {(True, True), (True, False)}
 
 
 # -- what the device that stands in finds ---------------------------------------------------------
