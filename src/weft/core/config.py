@@ -368,8 +368,9 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        if type(self.host_experts) is int:  # as a file has it
-            object.__setattr__(self, "host_experts", str(self.host_experts))
+        given: object = self.host_experts
+        if type(given) is int:  # as a file has it
+            object.__setattr__(self, "host_experts", str(given))
         with config_errors():
             check_settings(self)
         check_sizes(self)

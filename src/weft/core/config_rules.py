@@ -64,7 +64,7 @@ def check_pipeline(config: EngineConfig) -> None:
     for name, why in alone.items():
         if getattr(config, name):
             raise ConfigError(
-                f"{name} does not work with pipeline_parallel {stages}: {why}; leave one of the two "
+                f"{name} does not work with pipeline_parallel {stages}: {why}; leave one of them "
                 "out.",
                 param=name,
             )

@@ -38,6 +38,25 @@ class _AbsentRanks:
 
         return torch.cat([x] * self.size, 1)
 
+    def splits(self, x: Array) -> bool:
+        """No: kernels are the same for the rows of one rank."""
+        del x
+        return False
+
+    def sum_rows(self, x: Array) -> Array:
+        return x[: len(x) // self.size]
+
+    def gather_rows(self, x: Array) -> Array:
+        import torch
+
+        return torch.cat([x] * self.size)
+
+    def own(self, x: Array) -> Array:
+        return x
+
+    def enter(self, x: Array) -> Array:
+        return x
+
 
 def capture_absent(
     config: EngineConfig, gpu: Gpu, resolved: ResolvedConfig | None = None, rank: int = 0

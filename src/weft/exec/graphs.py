@@ -31,7 +31,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from weft.core.errors import HostWorkerError, InvariantError
 from weft.core.plan import StepPlan, StepResult, SubBatch, Tier
@@ -52,12 +51,12 @@ from weft.exec.host_prompts import HostPrompts
 from weft.exec.input_batch import InputBatch
 from weft.exec.lane_rows import LaneRows
 from weft.exec.launched import LaunchedBatch
-from weft.exec.logprobs import COLUMNS, describe
 from weft.exec.masked_rows import MaskedRows
 from weft.exec.overlap_pass import OverlappedPass
 from weft.exec.overlapped_rows import OverlappedRows
 from weft.exec.replayed import DeviceLease, ReplayedSteps
 from weft.exec.sample import Sampled, sample
+from weft.exec.scored_rows import ScoredRows
 from weft.exec.setup import Steps as Steps
 from weft.exec.step_layout import LaneSizes, PairSizes, captured_sizes, padded_size
 from weft.exec.step_packer import BUFFERS, NOTHING, Carried, PackedStep, StepPacker
@@ -116,8 +115,7 @@ class GraphExecutor:
         )
         results = self._functions.results.numel()
         self._results = [device.host_memory(results, torch.int64) for _ in range(BUFFERS)]
-        scores = self._packer.max_tokens * COLUMNS
-        self._scores = [device.host_memory(scores, torch.float64) for _ in range(BUFFERS)]
+        self._scored = ScoredRows(table, self._functions, device, self._packer.max_tokens)
         self._launched: deque[LaunchedBatch] = deque()
         self._steps = CapturedSteps(self._functions, self._packer, device)
         device.synchronize()  # weights and KV were not ordered as its work
@@ -372,7 +370,7 @@ class GraphExecutor:
             count = 1 + packed.sample.size + 2 * self._packer.lanes
         found = functions.results[:count].view(-1)
         self._device.download(found, self._results[packed.buffer][: len(found)])
-        scored, scores = self._score(packed)
+        scored, scores = self._scored.order(packed)
         on_way: frozenset[int] = frozenset()
         if packed.carries and functions.lanes is not None and self._lanes is not None:
             functions.lanes.release()  # memory cannot run out any more
@@ -392,22 +390,6 @@ class GraphExecutor:
             masked,
             faults,
         )
-
-    def _score(self, packed: PackedStep) -> tuple[list[int], Tensor]:
-        """Order log probabilities of the samples that want them; see ``LaunchedBatch``."""
-        wanted, target = self._table.scored, self._scores[packed.buffer]
-        at = [
-            (i, wanted[row])
-            for i, row in enumerate(packed.inputs.sample_rows.tolist() if wanted else ())
-            if row in wanted and row not in self._table.on_host
-        ]
-        scored = [i for i, _ in at]
-        if packed.sample is None or not scored:
-            return [], target[:0]
-        samples = self._device.send(torch.tensor(scored))
-        found = self._functions.score(packed.sample, samples, any(count for _, count in at))
-        self._device.download(found.view(-1), target[: found.numel()])
-        return scored, target[: found.numel()].view(found.shape)
 
     # -- on the host --------------------------------------------------------------------------
 
@@ -429,7 +411,7 @@ class GraphExecutor:
         sampled = Sampled(np.maximum(tokens, 0), tokens != NOT_FINITE, {}, {}, taken)
         self._masks.advance(part, sampled)
         if part.scored:
-            self._describe(part, sampled)
+            self._scored.describe(part, sampled)
         if part.needs_host:
             with self._device.work(), torch.inference_mode():
                 self._score_prompts(part)
@@ -462,12 +444,6 @@ class GraphExecutor:
             came, tokens = rows_of(ended[lanes].tolist()), tokens[lanes]
             part.output.take_piggybacked(came, np.maximum(tokens, 0), tokens != NOT_FINITE)
             rows.finish(came)
-
-    def _describe(self, part: LaunchedBatch, sampled: Sampled) -> None:
-        alternatives = [self._table.scored[int(part.rows[i])] for i in part.scored]
-        entries = describe(part.scores, sampled.tokens[part.scored], alternatives)
-        scored = zip(part.scored, entries, strict=True)
-        sampled.logprobs.update({i: entry for i, entry in scored if sampled.finite[i]})
 
     def _sample_on_host(self, part: LaunchedBatch, at: list[int], sampled: Sampled) -> None:
         """Sample on the host the samples that depend on the host's state of their rows."""
