@@ -25,7 +25,7 @@ from weft.kernels.triton import (
     route,
     sample,
 )
-from weft.kernels.triton.gemm import Parts
+from weft.kernels.triton.gemm import SplitSums
 from weft.kernels.triton.matrix import TritonMatrix
 from weft.kernels.tuning import MOST_SPLITS, Heuristic
 
@@ -73,10 +73,10 @@ def launch_rows(dtype: torch.dtype) -> None:
         activation.act_mul_for(inputs, torch.empty(TOKENS, 2 * 18_944, dtype=dtype), "gelu_tanh")
 
 
-def split(outputs: int, dtype: torch.dtype) -> Parts:
+def split(outputs: int, dtype: torch.dtype) -> SplitSums:
     """A product of rounded rows in as many parts as there may be by rule."""
     sums, scales = torch.empty(MOST_SPLITS, TOKENS, outputs), torch.empty(outputs)
-    return Parts(sums, scales[:TOKENS], scales, scales.to(dtype), dtype)
+    return SplitSums(sums, scales[:TOKENS], scales, scales.to(dtype), dtype)
 
 
 def launch_heads(dtype: torch.dtype) -> None:

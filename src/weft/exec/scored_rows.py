@@ -1,4 +1,4 @@
-"""Log probabilities of the samples of captured steps: ordered behind their tokens, described later."""
+"""Log probabilities of samples of captured steps: ordered behind the tokens, described later."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ def add_parts(
 
 
 @dataclass(frozen=True)
-class Parts:
+class SplitSums:
     """A product whose inputs were split, for a kernel that reads it by ``summed``.
 
     Attributes:
@@ -227,7 +227,7 @@ class Parts:
         return self.sums.device
 
 
-def as_read(x: Tensor | Parts) -> tuple[Tensor, tuple[Any, ...], dict[str, int]]:
+def as_read(x: Tensor | SplitSums) -> tuple[Tensor, tuple[Any, ...], dict[str, int]]:
     """Return what a kernel takes to read a product: its numbers or parts, factors, constants."""
     if isinstance(x, Tensor):
         return x, (None, None, None), {"SPLITS": 1, "FLAGS": 0}

@@ -33,7 +33,7 @@ from weft.kernels.triton.device import (
 )
 from weft.kernels.triton.embedding import embedding as rows_of
 from weft.kernels.triton.fp8 import round_rows
-from weft.kernels.triton.gemm import GIVEN, MADE, Parts, add_parts, gemm
+from weft.kernels.triton.gemm import GIVEN, MADE, SplitSums, add_parts, gemm
 from weft.kernels.triton.launch import FLOATS, interpreted
 from weft.kernels.tuning import Launch, LaunchShape, Tuning, kind_of, op_of
 
@@ -176,7 +176,7 @@ def linear(
 
 def product(
     x: Tensor | Rounded, matrix: TritonMatrix | CodedMatrix, bias: Tensor | None
-) -> Tensor | Parts:
+) -> Tensor | SplitSums:
     """Return ``linear`` without a residual, its parts not added yet if the inputs were split.
 
     Up to ``ROUNDED_WITHIN`` rows that it rounds have a scale for each group of inputs that a step
@@ -226,7 +226,7 @@ def _multiply(
     dtype: torch.dtype,
     *,
     whole: bool,
-) -> Tensor | Parts:
+) -> Tensor | SplitSums:
     if isinstance(matrix, CodedMatrix):
         assert isinstance(x, Tensor)
         return coded.linear(x, matrix, bias, residual, dtype)
@@ -405,7 +405,7 @@ def small_product(
     *,
     whole: bool = True,
     rounding: tuple[int, int | None] | None = None,
-) -> Tensor | Parts:
+) -> Tensor | SplitSums:
     """Return a product by ``gemm.py``, whatever the rows; see ``linear``.
 
     Args:
@@ -458,7 +458,7 @@ def small_product(
     if splits == 1:
         return target
     if not whole:
-        return Parts(target, None if groups else row_scales, matrix.scales, bias, dtype)
+        return SplitSums(target, None if groups else row_scales, matrix.scales, bias, dtype)
     out = torch.empty((count, outputs), dtype=dtype, device=rows.device)
     add_parts[count, triton.cdiv(outputs, _ADD_BLOCK)](
         target,

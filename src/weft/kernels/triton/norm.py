@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.kernels.float8 import Rounded
 from weft.kernels.triton.fp8 import codes_dtype, row_scale, to_e4m3
-from weft.kernels.triton.gemm import Parts, as_read, summed
+from weft.kernels.triton.gemm import SplitSums, as_read, summed
 from weft.kernels.triton.launch import last_contiguous, power_of_2, warps
 
 _NUMBERS = 1024  # of one program: short rows, such as heads, are normalised several at once
@@ -149,13 +149,13 @@ def norm(
     return _launch(x, None, None, weight, kind, inputs, out)[0]
 
 
-def add(x: Tensor | Parts, residual: Tensor, post: Tensor | None, kind: NormKind) -> Tensor:
+def add(x: Tensor | SplitSums, residual: Tensor, post: Tensor | None, kind: NormKind) -> Tensor:
     """Return x + residual [T, D]; with ``post`` [D] of the norm of x with that weight."""
     return _launch(x, residual, post, None, kind, "float")[1]
 
 
 def add_norm(
-    x: Tensor | Parts,
+    x: Tensor | SplitSums,
     residual: Tensor,
     post: Tensor | None,
     weight: Tensor,
@@ -180,7 +180,7 @@ def for_norm(total: Tensor, inputs: str | Tensor) -> tuple[Tensor, Tensor | None
 
 
 def _launch(
-    x: Tensor | Parts,
+    x: Tensor | SplitSums,
     residual: Tensor | None,
     post: Tensor | None,
     weight: Tensor | None,

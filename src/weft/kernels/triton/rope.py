@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.triton.gemm import Parts, as_read, summed
+from weft.kernels.triton.gemm import SplitSums, as_read, summed
 from weft.kernels.triton.kv_write import store_rows
 from weft.kernels.triton.launch import last_contiguous, power_of_2, warps
 from weft.kernels.triton.storage import as_bytes, is_scaled, scales_of
@@ -165,7 +165,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate(
-    x: Tensor | Parts,
+    x: Tensor | SplitSums,
     heads: int,
     kv_heads: int,
     cos: Tensor,
@@ -187,7 +187,7 @@ def rotate(
     Raises:
         ValueError: shapes do not fit.
     """
-    if isinstance(x, Parts):
+    if isinstance(x, SplitSums):
         tokens, count = len(x.sums[0]), heads + 2 * kv_heads
         size = x.shape[1] // count
     else:
