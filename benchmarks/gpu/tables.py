@@ -38,7 +38,7 @@ def _verdict(goal: Goal, value: float | str, gpu: str) -> str:
 
 
 def of_figures(outcomes: Sequence[Outcome], gpu: str) -> str:
-    """SplitSums, their figures and their remarks."""
+    """Parts, their figures and their remarks."""
     rows = ["| part | figure | value | goal |", "|---|---|---|---|"]
     for outcome in outcomes:
         status = f"{outcome.status}{f': {outcome.why}' if outcome.why else ''}"
