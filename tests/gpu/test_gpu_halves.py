@@ -84,9 +84,9 @@ def test_kernels_of_gpus_with_few_programs(tmp_path, monkeypatch) -> None:
     with opened(folder, **settings) as engine:
         whole = [answer.tokens for answer in serve(engine, prompts, asked)]
     counts = use_halves(monkeypatch, 2, least=2)
-    seen: list[int] = []
+    seen: list[int | None] = []
     few = attention._few
-    monkeypatch.setattr(attention, "_few", lambda *given: (seen.append(given[-1]), few(*given)))
+    monkeypatch.setattr(attention, "_few", lambda *given: (seen.append(given[1].programs), few(*given)))
     with opened(folder, resident="off", **settings) as engine:
         assert interpreted() != where.ON_GPU
         assert isinstance(engine.executor._functions.overlap, halves_pass.HalvesPass)

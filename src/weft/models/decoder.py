@@ -97,7 +97,8 @@ class Decoder:
     @property
     def _norm(self) -> Array:
         """A norm [C], which every stage has."""
-        return self.layers[0].input_norm
+        first = self.layers[0]
+        return first.input_norm if self.spec.pre_norms else first.post_attention_norm
 
     def attention_params(self, layer: int) -> AttentionParams:
         """Return how this layer calls ``paged_attention`` and which group holds its cache."""
