@@ -86,7 +86,12 @@ def test_kernels_of_gpus_with_few_programs(tmp_path, monkeypatch) -> None:
     counts = use_halves(monkeypatch, 2, least=2)
     seen: list[int | None] = []
     few = attention._few
-    monkeypatch.setattr(attention, "_few", lambda *given: (seen.append(given[1].programs), few(*given)))
+
+    def counted(plan, batch, *more):
+        seen.append(batch.programs)
+        few(plan, batch, *more)
+
+    monkeypatch.setattr(attention, "_few", counted)
     with opened(folder, resident="off", **settings) as engine:
         assert interpreted() != where.ON_GPU
         assert isinstance(engine.executor._functions.overlap, halves_pass.HalvesPass)

@@ -14,6 +14,7 @@ from served import Truth, opened, serve, settings_for, told
 import where
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, HostWorkerError, OutOfMemoryError
+from weft.core.logs import NOTICES
 from weft.core.types import SamplingParams
 from weft.engine import host_experts
 from weft.engine.info import collect_info, format_info
@@ -276,6 +277,15 @@ def test_weft_info_predicts_the_speed(folders) -> None:
     assert "host_moe" in text
     plain = format_info(collect_info(config_of(folders["qwen3-moe"])))
     assert "predicted" not in plain
+
+
+def test_a_start_says_how_fast_it_will_be(folders, caplog) -> None:
+    """Before it loads weights, and whatever is logged."""
+    with caplog.at_level("INFO", NOTICES), opened(folders["qwen3-moe"], host_experts=2) as engine:
+        assert engine.model.host.layers == {1, 2}
+    lines = [record.getMessage() for record in caplog.records if record.name == NOTICES]
+    assert lines[0].startswith("experts of 2 of 3 layers on the host: 360.00 KiB in float32")
+    assert [line.startswith("predicted") for line in lines] == [False, True, True]
 
 
 def test_packed_experts_are_found_again(folders, tmp_path) -> None:

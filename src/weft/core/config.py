@@ -368,9 +368,9 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        given: object = self.host_experts
-        if type(given) is int:  # as a file has it
-            object.__setattr__(self, "host_experts", str(given))
+        layers: object = self.host_experts
+        if isinstance(layers, int) and not isinstance(layers, bool):  # as a file has it
+            object.__setattr__(self, "host_experts", str(layers))
         with config_errors():
             check_settings(self)
         check_sizes(self)

@@ -44,7 +44,7 @@ class ServedModel:
         kv_dtype: how the KV is kept: a dtype, or ``int8`` or ``fp8`` with scales.
         device: what computes: ``cpu``, or the name of a GPU.
         isa: the instruction set of native kernels; empty if there are none.
-        threads: how many threads compute and where, as a sentence; empty for a GPU.
+        threads: how many threads compute and where, as a sentence; empty for a GPU alone.
         executor: a readable description of how steps run.
         start_s: seconds of each part of the engine's start, and of all under ``ready``.
         started: the same as a sentence, with where its kernels came from.

@@ -36,7 +36,7 @@ from weft.engine.devices import (
     pipelined_steps,
 )
 from weft.engine.halves import choose_halves
-from weft.engine.host_experts import kept_settings, predicted_lines, set_host_threads
+from weft.engine.host_experts import kept_settings, predicted_lines
 from weft.engine.host_tier import counted
 from weft.engine.idle import IdleMemory
 from weft.engine.kept_kv import KeptKV, KVFile, map_kept_kv
@@ -58,7 +58,6 @@ from weft.exec.host_attention import HostAttention
 from weft.exec.input_batch import InputBatch
 from weft.exec.store import KVStore
 from weft.kernels.cpu.host import HostMailbox
-from weft.kernels.interface import OpTable
 from weft.kv.cache import GroupSpec
 from weft.kv.disk_cache import DiskCache
 from weft.kv.tiers import TieredCache
@@ -237,8 +236,7 @@ def build_engine(
         model, resolved = resolve_settings(config, returning_bytes, halves=True)
         resolved = halves.applied(resolved)
     check_host_memory(config, model, resolved)
-    facts, name = model.facts, device_name(model.device)
-    for line in predicted_lines(config, model.spec, model.dtype, facts, model.host, name):
+    for line in predicted_lines(config, model, device_name(model.device)):
         notice(line)
     if resolved.limited_by_memory:
         logger.warning(
@@ -283,7 +281,7 @@ def build_engine(
         )
     watch.ready()
     logger.info("The engine, %s, is %s.", describe_executor(executor), watch.describe())
-    if is_cpu(model.device):
+    if is_cpu(model.device) or model.host is not None:
         logger.info("Compute: %s.", threads.describe())
     idle = saver = None
     if isinstance(executor, EagerExecutor):
@@ -336,13 +334,9 @@ def _kept_weights(
     """Where the packed weights are kept; None where that is switched off."""
     if not config.packed_cache:
         return None
-    rounded = "" if config.quantize == "none" else f"/{config.quantize_group}"
-    settings = {"quantize": f"{config.quantize}{rounded}"}
-    if model.host is not None:
-        settings = kept_settings(config, model.host)
     return KeptWeights(
         PackedCache(config.packed_cache, nodes=threads.spread),
-        settings,
+        kept_settings(config, model.host),
         verify=config.verify_weights,
         patience_s=patience_s,
     )
@@ -372,9 +366,7 @@ def _executor(
     """
     watch.mark("settings")
     ahead = compile_ahead(config, resolved, model, model.ops.ranks.rank)
-    set_threads(threads, model.ops)
-    if model.host is not None:
-        set_host_threads(config)
+    set_threads(threads, model)
     within = partial(allocating, ops=model.ops)
     with within(f"the weights ({format_bytes(model.facts.weight_bytes)})", FOR_WEIGHTS):
         decoder = load_model(
@@ -453,11 +445,11 @@ def _scheduler(
     return make_scheduler(scheduler_name(name, bool(resources.host_blocks)), resources)
 
 
-def set_threads(plan: ThreadPlan, ops: OpTable) -> None:
+def set_threads(plan: ThreadPlan, model: Model) -> None:
     """Give torch and the native kernels the same number of threads; torch does not pin its own."""
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(plan.threads)
-    if ops.describe()["paged_attention"] == "cpu":
+    if model.ops.describe()["paged_attention"] == "cpu" or model.host is not None:
         from weft.kernels.cpu import attention
 
         attention.set_threads(plan.threads, plan.cpus, plan.nodes)

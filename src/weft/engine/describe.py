@@ -61,7 +61,9 @@ def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:
         kv_dtype=model.dtype if config.kv_dtype == "auto" else config.kv_dtype,
         device=device_name(model.device),
         isa=model.ops.isa,
-        threads=plan_threads(config, this_machine()).describe() if is_cpu(model.device) else "",
+        threads=plan_threads(config, this_machine()).describe()
+        if is_cpu(model.device) or model.host is not None
+        else "",
         executor=describe_executor(engine.executor),
         overlaps=engine.executor.overlaps,
         halves=engine.halves,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from weft.core.config import DTYPE_BYTES, EngineConfig
 from weft.core.errors import ConfigError, KernelError, OutOfMemoryError
@@ -24,6 +25,9 @@ from weft.kernels.unavailable import KernelUnavailable
 from weft.models.host_part import HostPart, in_layers
 from weft.models.layout import parameters, storage_of, stored_as, weight_bytes
 from weft.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from weft.engine.model import Model
 
 AUTO_TOKENS = 32768  # of a sequence for whose KV ``auto`` leaves room, if the model allows so many
 DEVICE_KERNELS = ("triton",)  # of attention, where a host is beside
@@ -140,14 +144,6 @@ def check_fits_host(facts: Facts, free: int) -> None:
         )
 
 
-def set_host_threads(config: EngineConfig) -> None:
-    """Give the native kernels the threads of the setting, for experts beside a device."""
-    from weft.kernels.cpu import attention
-
-    plan = plan_threads(config, this_machine())
-    attention.set_threads(plan.threads, plan.cpus, plan.nodes)
-
-
 def offloaded_model(
     config: EngineConfig, spec: ModelSpec, dtype: str, facts: Facts, host: HostPart
 ) -> OffloadedModel:
@@ -177,10 +173,14 @@ def offloaded_model(
 def measured_rates(config: EngineConfig, kind: str, device: Hardware | None) -> OffloadRates:
     """Measure the host for some tenths of a second; the device's rates are those of its sheet."""
     from weft.kernels import measure
+    from weft.kernels.cpu import attention
 
-    set_host_threads(config)
+    plan = plan_threads(config, this_machine())
+    attention.set_threads(plan.threads, plan.cpus, plan.nodes)
+    reading = measure.read_rate(MEASURE_S)
+    measure.release()
     return OffloadRates(
-        measure.read_rate(MEASURE_S),
+        reading,
         measure.multiply_rate(kind, MEASURE_S),
         0.0 if device is None else device.bandwidth,
         0.0 if device is None else device.link,
@@ -194,26 +194,27 @@ def sheet_of(device_name: str) -> Hardware | None:
     return HARDWARE[max(found, key=len)] if found else None
 
 
-def predicted_lines(
-    config: EngineConfig, spec: ModelSpec, dtype: str, facts: Facts, host: HostPart | None, on: str
-) -> list[str]:
+def predicted_lines(config: EngineConfig, model: Model, on: str) -> list[str]:
     """Measure the host and predict speeds; nothing where no experts lie there.
 
     Args:
         on: the name of the device.
     """
-    if host is None:
+    if model.host is None:
         return []
-    model = offloaded_model(config, spec, dtype, facts, host)
-    rates = measured_rates(config, model.kind, sheet_of(on))
-    return describe_offload(config, model, rates, facts.host_weight_bytes)
+    offloaded = offloaded_model(config, model.spec, model.dtype, model.facts, model.host)
+    rates = measured_rates(config, offloaded.kind, sheet_of(on))
+    return describe_offload(config, offloaded, rates, model.facts.host_weight_bytes)
 
 
-def kept_settings(config: EngineConfig, host: HostPart) -> dict[str, str]:
-    """What tells packed experts of the host from those with other settings."""
-    group = "" if config.expert_rounding == "none" else f"/{config.quantize_group}"
-    layers = ", ".join(map(str, sorted(host.layers)))
-    return {"quantize": f"{config.expert_rounding}{group}", "experts": f"of layers {layers}"}
+def kept_settings(config: EngineConfig, host: HostPart | None) -> dict[str, str]:
+    """What tells packed weights of the host from those with other settings."""
+    rounding = config.quantize if host is None else config.expert_rounding
+    group = "" if rounding == "none" else f"/{config.quantize_group}"
+    settings = {"quantize": f"{rounding}{group}"}
+    if host is None:
+        return settings
+    return settings | {"experts": f"of layers {', '.join(map(str, sorted(host.layers)))}"}
 
 
 def describe_offload(

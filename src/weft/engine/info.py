@@ -54,7 +54,7 @@ def collect_info(config: EngineConfig) -> dict[str, Any]:
             "cores": usable_cores(),
             "topology": this_machine().describe(),
             "threads": plan_threads(config, this_machine()).describe()
-            if is_cpu(model.device)
+            if is_cpu(model.device) or model.host is not None
             else "",
             "isa": model.ops.isa,
             "available_bytes": free_memory(model.device),
@@ -147,9 +147,7 @@ def _memory_facts(config: EngineConfig, model: Model) -> dict[str, Any]:
         "kv_bytes_per_token": sum(group.bytes_per_token for group in facts.groups),
         "largest_context": largest_context(config, facts),
         "host_weight_bytes": facts.host_weight_bytes,
-        "host_experts": predicted_lines(
-            config, model.spec, model.dtype, facts, model.host, device_name(model.device)
-        ),
+        "host_experts": predicted_lines(config, model, device_name(model.device)),
     }
     try:
         resolved = resolve(config, facts)
