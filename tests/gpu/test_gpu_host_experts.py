@@ -28,6 +28,7 @@ from weft.models.host_part import HostPart
 from weft.models.kept_weights import KeptWeights
 from weft.models.loader import load_model
 from weft.models.packed_cache import PackedCache
+from weft.models.quant_config import StoredWeights
 
 TOLERANCE = 5e-4  # as in test_gpu_families
 GREEDY = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True, seed=0)
@@ -254,6 +255,33 @@ def test_a_model_or_an_engine_without_two_places_is_refused(folders, monkeypatch
     monkeypatch.setattr(host_experts, "DEVICE_KERNELS", ("triton",))
     with pytest.raises(ConfigError, match="compute everything in one place; leave it out"):
         find_model(config_of(folders["qwen3-moe"], host_experts="all", kernels="cpu", device="cpu"))
+
+
+FP8 = StoredWeights("fp8", 8, None, zeros=False)
+AWQ = StoredWeights("awq", 4, 32, zeros=True)
+
+
+@pytest.mark.parametrize(
+    ("stored", "rounding", "message"),
+    [
+        (FP8, "auto", "experts are stored as fp8.* does not compute; leave host_experts out"),
+        (AWQ, "int8", r"quantised already \(awq int4, groups of 32\); leave host_quantize out"),
+        (AWQ, "auto", None),  # they become floats
+    ],
+)
+def test_quantised_checkpoints_are_taken_as_far_as_a_cpu_goes(
+    folders, stored, rounding, message
+) -> None:
+    config = config_of(folders["qwen3-moe"], host_experts="all", host_quantize=rounding)
+    model = find_model(config_of(folders["qwen3-moe"]))
+    given = replace(model.spec, stored_weights=stored), "float32", model.ops, model.facts
+    if message is not None:
+        with pytest.raises(ConfigError, match=message):
+            host_experts.place_experts(config, *given)
+        return
+    facts, part = host_experts.place_experts(config, *given)
+    assert part is not None
+    assert facts.host_weight_bytes == 3 * 6 * 3 * 64 * 40 * 4
 
 
 def test_a_host_without_room_is_refused(folders, monkeypatch) -> None:
