@@ -97,7 +97,7 @@ def main() -> None:
     given = options.device, options.batches, options.output
     with torch.inference_mode():
         whole = random_decoder(spec, torch.bfloat16, where, ops, "none")
-        name = f"{options.model}, {options.layers} layers"
+        name = f"{options.model}, {spec.num_layers} layers"
         alone = measure(f"{name} bf16 on the GPU", whole, *given)
         del whole
         for quantize in options.quantize:
