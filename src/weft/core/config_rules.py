@@ -64,8 +64,8 @@ def check_pipeline(config: EngineConfig) -> None:
     for name, why in alone.items():
         if getattr(config, name):
             raise ConfigError(
-                f"{name} does not work with pipeline_parallel {stages}: {why}; leave one of them "
-                "out.",
+                f"{name} does not work with pipeline_parallel {stages}: {why}; leave one of the "
+                "two out.",
                 param=name,
             )
     if config.resident == "on":
