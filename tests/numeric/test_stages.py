@@ -13,7 +13,9 @@ from checkpoints import CASES, build, prompt, save
 from paged import PagedRunner
 from ranks import layers_of, load, on_ranks, on_stages
 
-from weft.core.errors import ConfigError
+from weft.core.config import EngineConfig
+from weft.core.errors import ConfigError, OutOfMemoryError
+from weft.core.resolved import Facts, GroupFacts, resolve
 from weft.kernels.collectives import ALONE, Collectives
 from weft.kernels.process_group import Pipe
 from weft.models.layout import parameters, weight_bytes
@@ -143,6 +145,27 @@ def test_bytes_of_a_stage_and_rank_are_those_of_its_tensors(folders) -> None:
 def test_stages_of_a_cut_model_have_its_heads(folders) -> None:
     spec = shard_spec(read_spec(folders("llama-gqa")), 2)
     assert {group.num_kv_heads for part in stages_of(spec, 2) for group in part.kv_groups} == {1}
+
+
+def test_stages_have_the_blocks_of_the_one_with_the_least_room() -> None:
+    full, sliding = GroupFacts("full", None, 64), GroupFacts("sliding", 32, 32)
+    without = replace(full, bytes_per_token=0)
+    config = EngineConfig(block_size=16, max_num_seqs=4, max_num_batched_tokens=16, kv_memory=2**17)
+    small, large, odd = (
+        Facts(512, weight_bytes, 2**20, groups)
+        for weight_bytes, groups in (
+            (2**18, (full, sliding)),
+            (2**19, (replace(full, bytes_per_token=128), sliding)),
+            (2**19, (without, sliding)),
+        )
+    )
+    alone = [resolve(config, facts).group_blocks for facts in (small, large)]
+    found = resolve(config, replace(large, stages=(small, large, odd)))
+    assert found.group_blocks == tuple(map(min, *alone))
+    assert found.group_blocks[0] == alone[1][0] < alone[0][0]
+    assert found.kv_bytes == resolve(config, large).kv_bytes <= config.kv_memory
+    with pytest.raises(OutOfMemoryError, match=r"weights need 1\.50 MiB"):
+        resolve(config, replace(large, stages=(small, replace(large, weight_bytes=3 * 2**19))))
 
 
 # -- what they compute
