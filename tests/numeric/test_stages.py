@@ -164,6 +164,17 @@ def test_stages_have_the_blocks_of_the_one_with_the_least_room() -> None:
     assert found.group_blocks == tuple(map(min, *alone))
     assert found.group_blocks[0] == alone[1][0] < alone[0][0]
     assert found.kv_bytes == resolve(config, large).kv_bytes <= config.kv_memory
+    # An engine that takes over is told what the largest stage takes, which another need not have.
+    tight = replace(small, available_bytes=2**18 + 2**15, groups=(without, sliding))
+    stages = replace(large, stages=(tight, large))
+    open_config = replace(config, kv_memory=None, max_model_len=64)
+    first = resolve(open_config, stages)
+    assert first.kv_memory > tight.left_bytes
+    again = resolve(replace(open_config, kv_memory=first.kv_memory), stages)
+    assert again.group_blocks == first.group_blocks
+    both = replace(tight, groups=(full, sliding))
+    with pytest.raises(OutOfMemoryError, match="beside the weights only 32"):
+        resolve(replace(open_config, kv_memory=2**18), replace(large, stages=(both, large)))
     with pytest.raises(OutOfMemoryError, match=r"weights need 1\.50 MiB"):
         resolve(config, replace(large, stages=(small, replace(large, weight_bytes=3 * 2**19))))
 

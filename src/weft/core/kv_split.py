@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 def kv_budget(config: EngineConfig, facts: Facts, wanted: int) -> int:
     """Bytes for KV where a sequence may have ``wanted`` tokens. Raises OutOfMemoryError."""
-    needed = facts.weight_bytes + facts.workspace_bytes
-    left = facts.available_bytes - needed
+    left = facts.left_bytes
     if left <= 0:
         steps = f" and the steps {format_bytes(facts.workspace_bytes)}"
         raise OutOfMemoryError(

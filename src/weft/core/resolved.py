@@ -58,6 +58,11 @@ class Facts:
     kv_share: float = HOST_KV_SHARE
     stages: tuple[Facts, ...] = ()
 
+    @property
+    def left_bytes(self) -> int:
+        """Memory beside weights and steps."""
+        return self.available_bytes - self.weight_bytes - self.workspace_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:
@@ -105,8 +110,11 @@ def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
         )
     wanted = config.max_model_len or longest
     parts = facts.stages or (facts,)
-    budgets = [kv_budget(config, part, wanted) for part in parts]
+    budgets = [_budget(config, part, wanted, len(parts)) for part in parts]
     blocks = common_blocks(config, parts, budgets)
+    for part in parts:
+        if bytes_of(config, part, blocks) > part.left_bytes:
+            kv_budget(config, part, wanted)  # raises
     budget = min(budgets)
     holds = longest_sequence(config, facts, blocks)
     if holds < 2 or (config.max_model_len is not None and holds < wanted):
@@ -128,6 +136,17 @@ def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
         limited_by_memory=holds < wanted,
         host_blocks=host_blocks(config, facts, blocks),
     )
+
+
+def _budget(config: EngineConfig, facts: Facts, wanted: int, stages: int) -> int:
+    """What a stage may take for its KV, be it more than is free where it will not take all of it.
+
+    Raises:
+        OutOfMemoryError: there is nothing free, or with one stage less than is asked for.
+    """
+    if config.kv_memory is None or stages == 1 or facts.left_bytes <= 0:
+        return kv_budget(config, facts, wanted)
+    return config.kv_memory
 
 
 def largest_context(config: EngineConfig, facts: Facts) -> int:

@@ -77,7 +77,9 @@ logger = logging.getLogger("weft")
 
 # What to do where there is no memory for a part of an engine.
 LEASE_STEPS = 64  # that blocks are taken for beforehand; 0.1 s ends most leases before
-FOR_WEIGHTS = "set quantize, or cut the model over more GPUs with tensor_parallel"
+FOR_WEIGHTS = (
+    "set quantize, or cut the model over more GPUs with tensor_parallel or pipeline_parallel"
+)
 FOR_KV = "set kv_memory to less"
 FOR_STEPS = "lower max_num_seqs, max_num_batched_tokens or kv_memory"
 
