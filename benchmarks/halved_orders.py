@@ -21,9 +21,11 @@ sys.path.insert(0, str(Path(__file__).parent / "reproduce"))
 
 from blendserve import COST, KV, RATES, SEQUENCES, trace_of
 
+from weft import __version__
 from weft.blend.jobs import Jobs, Room
 from weft.blend.order import make_order
 from weft.cost.interference import ridge_of
+from weft.engine.machine import cpu_name
 from weft.sched.halves import HALF_SIZES, Halves, Measured
 from weft.sched.scheduler import Limits
 from weft.sim.blended import TRACES
@@ -32,7 +34,7 @@ from weft.sim.overlap import in_a_row, interfering, published
 
 # Sequences and tokens of a step: of blend as its density asks for, of depth first as tuned.
 BLEND_TOKENS = {1: 896, 2: 512, 3: 896, 4: 512}
-DFS = (256, 1024)
+DFS = (256, 2048)
 
 
 def served(number: int, order: str, heavy: int, halves: Halves | None) -> OfflineRun:
@@ -75,7 +77,8 @@ def main() -> None:
                 f"| {row['split_share']:.0%} | {row['each_step_gain']:.3f} |", flush=True,
             )  # fmt: skip
     if options.out is not None:
-        report.save(options.out, heavy=options.heavy, ridge=ridge, rows=rows)
+        facts = {"weft": __version__, "cpu": cpu_name(), "heavy": options.heavy, "ridge": ridge}
+        report.save(options.out, **facts, rows=rows)
 
 
 if __name__ == "__main__":

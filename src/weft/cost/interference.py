@@ -21,7 +21,7 @@ import numpy as np
 
 from weft.core.errors import ProfileError
 from weft.cost.curves import Curve
-from weft.cost.model import CostModel, step_time
+from weft.cost.model import CostModel
 from weft.cost.work import Work
 
 LEAST_GAIN = 1.03  # times as long as its halves that a step must take by prediction to be split
@@ -67,10 +67,6 @@ class Speeds(NamedTuple):
             beside_first, first.decode_attention
         )
         return layers + outside + self.second_s
-
-    def predicted_gain(self, cost: CostModel, works: Seq[Work]) -> float:
-        """How many times as long the whole step takes as its halves, by prediction."""
-        return step_time(cost, [works[0].joined(works[1])]) / self.halves_s(cost, works)
 
 
 def side_by_side(

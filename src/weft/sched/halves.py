@@ -14,7 +14,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from weft.cost.interference import LEAST_GAIN, Speeds
-from weft.cost.model import CostModel
+from weft.cost.model import CostModel, step_time
 from weft.cost.work import Work
 from weft.sched.batch import BatchBuilder
 
@@ -62,13 +62,14 @@ class Halves:
         decodes = [i for i in range(whole) if counts[i] == 1 and step.starts[i]]
         others = [i for i in range(whole) if counts[i] > 1 or not step.starts[i]]
         others.sort(key=lambda i: -counts[i])
-        best, gain = None, LEAST_GAIN if self._measured is not None else 0.0
+        best: tuple[list[int], list[int]] | None = None
+        limit_s = self._limit_s(step, counts)
         for second in self._seconds(step, counts, decodes, others):
             chosen = set(second)
             first = [i for i in range(whole) if i not in chosen]
-            found = self._gain(step, counts, first, second)
-            if found > gain:
-                best, gain = (first, second), found
+            found_s = self._halves_s(step, counts, first, second)
+            if found_s < limit_s:
+                best, limit_s = (first, second), found_s
         if best is None:
             return whole
         _reorder(step, [*best[0], *best[1]])
@@ -115,24 +116,33 @@ class Halves:
         if second and 0 <= room <= len(decodes):
             yield sorted([*second, *decodes[:room]])
 
-    def _gain(
-        self, step: BatchBuilder, counts: Seq[int], first: Seq[int], second: Seq[int]
-    ) -> float:
-        """How many times as long the whole takes, by prediction; unmeasured the first one wins."""
+    def _limit_s(self, step: BatchBuilder, counts: Seq[int]) -> float:
+        """Seconds that halves must stay below: those of the whole step, but for the least gain."""
         if self._measured is None:
             return 1.0
-        works = [self._work(step, counts, half) for half in (first, second)]
-        return self._measured.speeds.predicted_gain(self._measured.cost, works)
+        work = _work(step, counts, range(len(counts)))
+        return step_time(self._measured.cost, [work]) / LEAST_GAIN
 
-    def _work(self, step: BatchBuilder, counts: Seq[int], half: Seq[int]) -> Work:
-        """What a half computes, its padding among the tokens."""
-        work = Work()
-        for i in half:
-            work.add(step.starts[i], counts[i], counts[i] - step.counts[i] + step.samples[i])
-        at = bisect_left(self._sizes, work.tokens)
-        if at < len(self._sizes):
-            work.tokens = self._sizes[at]
-        return work
+    def _halves_s(
+        self, step: BatchBuilder, counts: Seq[int], first: Seq[int], second: Seq[int]
+    ) -> float:
+        """Predicted seconds of halves with their padding; 0 of any where nothing was measured."""
+        if self._measured is None:
+            return 0.0
+        works = [_work(step, counts, half) for half in (first, second)]
+        for work in works:
+            at = bisect_left(self._sizes, work.tokens)
+            if at < len(self._sizes):
+                work.tokens = self._sizes[at]
+        return self._measured.speeds.halves_s(self._measured.cost, works)
+
+
+def _work(step: BatchBuilder, counts: Seq[int], rows: Seq[int]) -> Work:
+    """What some rows of a step compute."""
+    work = Work()
+    for i in rows:
+        work.add(step.starts[i], counts[i], counts[i] - step.counts[i] + step.samples[i])
+    return work
 
 
 def _reorder(step: BatchBuilder, order: Seq[int]) -> None:
