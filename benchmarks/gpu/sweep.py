@@ -34,6 +34,7 @@ from weft.kernels.triton.tuned_attention import Rows, attention_calls
 from weft.kernels.tuning import DECODE, LaunchShape, Tuning
 
 BLOCK = 16
+LIBRARIES = {"cuDNN": "CUDNN_ATTENTION", "FlashAttention": "FLASH_ATTENTION"}
 KV = {"bf16": torch.bfloat16, **KV_DTYPES}
 SETTINGS = {  # temperature, top-k, top-p, min-p
     "greedy": (0.0, 0.0, 1.0, 0.0),
@@ -300,6 +301,30 @@ def prefill_trials(
 
         asked = model.attention(torch.bfloat16), Rows(1, tokens, tokens), BLOCK, device, tuning
         yield Trial(label, partial(attention_calls, *asked), tell)
+        for name in LIBRARIES if device.type == "cuda" else ():
+            other = f"{label}, {name} of torch, keys and values without blocks"
+            make = partial(library_prefill, model, tokens, name, device)
+            yield Trial(other, make, partial(tell, label=other))
+
+
+def library_prefill(model: Model, tokens: int, name: str, device: torch.device) -> tuple[Call, int]:
+    """The same attention by a kernel of torch's: what another backend could gain."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    heads = model.heads, model.kv_heads, model.kv_heads
+    q, k, v = (
+        torch.randn(1, tokens, each, model.head_dim, device=device, dtype=torch.bfloat16)
+        for each in heads
+    )
+    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+
+    def call(_: int) -> torch.Tensor:
+        with sdpa_kernel([getattr(SDPBackend, LIBRARIES[name])]):
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=True
+            )
+
+    return call, 1
 
 
 def sampling_trials(

@@ -3,5 +3,8 @@
 import sys
 from pathlib import Path
 
+import interpreted
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path += [str(BENCHMARKS / "gpu"), str(BENCHMARKS)]
+interpreted.prepare()

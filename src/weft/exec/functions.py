@@ -190,6 +190,7 @@ class StepFunctions:
                 block_size=self._block_size,
                 table_start=start[: len(seq_lens)],
                 max_query_len=max_query_len,
+                max_context=self._packer.max_context,
             )
             for slots, start in zip(slot_mapping, table_start, strict=True)
         ]

@@ -128,6 +128,7 @@ class StepPacker:
 
     Attributes:
         max_rows, max_tokens: of a step, of the tokens padding included.
+        max_context: tokens of a row.
         most_decodes: ``max_tokens`` of a step in which each row computes one.
         windows: of each KV group; 0 for none.
         buffers: on the host, each as ``layout`` says.
@@ -150,6 +151,7 @@ class StepPacker:
         self._sizes = sizes
         self._packer = InputPacker(table, block_size)
         self.max_rows = len(table.sequence_ids)
+        self.max_context = table.tokens.shape[1]
         self.max_tokens = padded_size(max_tokens, sizes)
         self.most_decodes = padded_size(min(self.max_rows, max_tokens), sizes)
         blocks = [tables.shape[1] for tables in table.tables]

@@ -40,6 +40,7 @@ class AttentionMetadata:
             beside it; None for as many as suit it. Results are the same.
         max_query_len: no row has more query tokens, known before they are: kernels for longer rows
             are then left out of a captured step. None: any row may have T.
+        max_context: no row has more tokens in the cache. None: it is not known.
         derived: what ops have made of the lengths of rows, for all layers of the step.
     """
 
@@ -50,6 +51,7 @@ class AttentionMetadata:
     block_size: int
     table_start: Array | None = None  # [R] int32
     max_query_len: int | None = None
+    max_context: int | None = None
     programs: int | None = None
     derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 

@@ -255,7 +255,7 @@ def _triton_ops(
         from weft.kernels.triton import (
             activation,
             advance,
-            attention,
+            cudnn_prefill,
             hosted,
             lanes,
             layer,
@@ -298,7 +298,7 @@ def _triton_ops(
         embedding=matrix.embedding,
         route=route.route,
         moe=moe.moe,
-        paged_attention=partial(attention.paged_attention, tuning=found),
+        paged_attention=cudnn_prefill.attention_by(found),
         process_logits=process_logits.process_logits,
         penalise=penalise,
         sample=sample.sample,

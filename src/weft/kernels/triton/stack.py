@@ -13,7 +13,7 @@ from weft.kernels.float8 import Rounded
 from weft.kernels.interface import AttentionMetadata
 from weft.kernels.parts import StackParts
 from weft.kernels.reference import known_ids
-from weft.kernels.triton.attention import paged_attention
+from weft.kernels.triton.cudnn_prefill import attention_by
 from weft.kernels.triton.layer import Sum, TritonLayer, add_up
 from weft.kernels.triton.matrix import embedding
 from weft.kernels.triton.norm import NormKind
@@ -53,7 +53,7 @@ class TritonStack:
         """
         if parts.inputs is not None:
             raise ValueError("models with per-layer inputs run op by op on a GPU")
-        self._attention = partial(paged_attention, tuning=tuning)
+        self._attention = attention_by(tuning)
         self._table = parts.embedding
         self._scale = torch.tensor(parts.embedding_scale, dtype=parts.norm.dtype).item()
         self._norm = parts.norm

@@ -1,0 +1,134 @@
+"""Prefill attention by cuDNN: what is asked of it, by a stand-in, and its own checks."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pretended_cudnn
+import pytest
+import torch
+
+from attention_cases import Shape, make_case
+from weft.kernels import reference
+from weft.kernels.triton import cudnn_prefill
+from weft.kernels.triton.cudnn_prefill import CUDNN, PrefillByCudnn, describe
+from weft.kernels.triton.tiles import by_rule, launches
+from weft.kernels.triton.tuned import Trial
+from weft.kernels.tuning import PREFILL, Heuristic, LaunchShape
+from weft.kernels.unavailable import KernelUnavailable
+
+HALVES = Shape(dtype=torch.bfloat16, cache_dtype=torch.bfloat16, head_size=32)
+
+
+class Asking(Trial):
+    """A tuning whose entry of prefill attention asks for cuDNN."""
+
+    def __init__(self, asks: int = 1) -> None:
+        super().__init__(Heuristic(1, 99 * 1024))
+        self._asks = asks
+
+    def attention(self, shape: LaunchShape) -> Any:
+        if shape.op != PREFILL:
+            return None
+        kv_heads, group, dim = shape.sizes
+        heads = cudnn_prefill.Heads(kv_heads, group, dim, torch.bfloat16, torch.bfloat16)
+        return launches(by_rule(heads, None, 99 * 1024))[PREFILL] | {CUDNN: self._asks}
+
+
+def flat(case, max_context: int):
+    """The same with flat tables, as captured steps have them."""
+    tables = case.batch.block_tables
+    start = torch.arange(len(tables), dtype=torch.int32) * tables.shape[1]
+    flat_ = {"block_tables": tables.flatten(), "table_start": start, "max_context": max_context}
+    return replace(case, batch=replace(case.batch, **flat_))
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_rows_of_many_tokens_are_cudnns_and_all_others_are_not(is_flat: bool, fused: bool) -> None:
+    """Prompts, chunks behind earlier tokens, decodes, rows without tokens and padding."""
+    case = make_case([(20, 0), (1, 30), (33, 17), (0, 0), (2, 5)], replace(HALVES, fused=fused))
+    if is_flat:
+        case = flat(case, 64)
+    attend = PrefillByCudnn(Asking(), pretended_cudnn.module)
+    found = case.run_in_place(attend, *(zeros_for_nan(c) for c in (case.k_cache, case.v_cache)))
+    wanted = case.run(reference.paged_attention)
+    assert (found.float() - wanted.float()).abs().max() < 0.03
+    assert len(attend._graphs) == 1
+
+
+def zeros_for_nan(cache: torch.Tensor) -> torch.Tensor:
+    """Engines start with zeros: cuDNN multiplies what it masks with 0."""
+    return torch.nan_to_num(cache.clone())
+
+
+def test_steps_without_long_rows_leave_cudnn_out() -> None:
+    case = make_case([(1, 30), (2, 5)], HALVES)
+    attend = PrefillByCudnn(Asking(), None)
+    decodes = replace(case, batch=replace(case.batch, max_query_len=2))
+    decodes.run(attend)
+    assert not attend._graphs
+
+
+def test_only_a_tuning_file_asks_for_it() -> None:
+    case = make_case([(20, 0)], HALVES)
+
+    def load():
+        raise AssertionError("cuDNN was asked for")
+
+    for tuning in (None, Heuristic(1, 99 * 1024), Asking(0)):
+        case.run(PrefillByCudnn(tuning, load))
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        (replace(HALVES, window=8), "layers with a window or capped scores"),
+        (replace(HALVES, softcap=5.0), "layers with a window or capped scores"),
+        (replace(HALVES, cache_dtype=torch.int8), "over KV of torch.int8"),
+        (replace(HALVES, head_size=136), "heads of size 136"),
+    ],
+)
+def test_what_it_does_not_serve_is_refused_with_the_remedy(shape: Shape, words: str) -> None:
+    case = make_case([(20, 0)], shape)
+    with pytest.raises(KernelUnavailable, match=f"does not serve .*{words}.*; take CUDNN out of"):
+        case.run(PrefillByCudnn(Asking(), pretended_cudnn.module))
+
+
+def test_a_missing_library_is_named_with_the_remedy(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "cudnn", None)
+    with pytest.raises(KernelUnavailable, match="pip install nvidia-cudnn-frontend, or take CUDNN"):
+        make_case([(20, 0)], HALVES).run(PrefillByCudnn(Asking()))
+
+
+def test_a_graph_without_a_plan_is_named(monkeypatch) -> None:
+    def refuse(_: object) -> None:
+        raise pretended_cudnn.cudnnGraphNotSupportedError("no engine for it")
+
+    monkeypatch.setattr(pretended_cudnn.PyGraph, "check_support", refuse)
+    with pytest.raises(KernelUnavailable, match=r"prefill attention for 4 heads of 32.*no engine"):
+        make_case([(20, 0)], HALVES).run(PrefillByCudnn(Asking(), pretended_cudnn.module))
+
+
+def test_flat_tables_need_a_bound() -> None:
+    case = flat(make_case([(20, 0)], HALVES), 64)
+    case = replace(case, batch=replace(case.batch, max_context=None))
+    with pytest.raises(ValueError, match="flat block tables need max_context"):
+        case.run(PrefillByCudnn(Asking(), pretended_cudnn.module))
+
+
+def test_the_graph_passes_cudnns_own_checks() -> None:
+    """Those that need no GPU: sizes, strides and a well-formed combination of what is asked."""
+    cudnn = pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
+    shape = cudnn_prefill.Shape(
+        rows=4, tokens=1024, heads=28, kv_heads=4, dim=128, blocks=300, block_size=16, pages=64,
+        q_strides=(36 * 128, 128), k_strides=(4 * 16 * 128, 16 * 128, 128, 1),
+        v_strides=(4 * 16 * 128, 16 * 128, 128, 1), dtype=torch.bfloat16, scale=0.1,
+    )  # fmt: skip
+    graph, parts = describe(cudnn, shape)
+    assert parts.keys() > {"q", "keys", "values", "out"}
+    assert graph is not None
+    with pytest.raises(cudnn.cudnnGraphNotSupportedError, match="stride for the last dimension"):
+        describe(cudnn, replace(shape, k_strides=(4 * 16 * 256, 16 * 256, 256, 2)))
