@@ -333,8 +333,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=200.0, help="begin no batch near its end")
     parser.add_argument("--model", help="only this shape")
     parser.add_argument("--others", action="store_true", help="all shapes but the first")
-    parser.add_argument("--batch", help="only these batches, with commas between")
     parser.add_argument("--kv", default="", choices=("", *KV_DTYPES), help="only 8-bit KV so")
+    parser.add_argument("--batch", help="only these batches, with commas between")
     parser.add_argument("--output", type=int, default=OUTPUT)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--traces", type=Path, help="archive for traces of what misses its goal")
@@ -344,22 +344,27 @@ def main() -> int:
         case
         for case in CASES
         if options.model in (None, case.model)
-        and options.kv in ("", case.kv)
         and not (options.others and case.model == CASES[0].model)
+        and options.kv in ("", case.kv)
     ]
     batches = [int(word) for word in options.batch.split(",")] if options.batch else None
     if not cases:
         cases = [Case(options.model, "none", (1,), options.kv)]
     deadline, failed = time.perf_counter() + options.seconds, 0
+    made, decoder = ("", ""), None
     for case in cases:
         if time.perf_counter() > deadline - NEXT_S * cuda:
             note(f"no time left for {case.name}")
             continue
         where = torch.device("cuda:0" if cuda else "cpu")
         ops = select_ops(str(where), "bfloat16", "auto" if cuda else "reference")
-        with torch.inference_mode():
-            spec = shape(case.model, PROMPT + OUTPUT)
-            decoder = random_decoder(spec, torch.bfloat16, where, ops, case.quantize)
+        if made != (case.model, case.quantize):
+            decoder = None
+            _free(cuda)
+            with torch.inference_mode():
+                spec = shape(case.model, PROMPT + OUTPUT)
+                decoder = random_decoder(spec, torch.bfloat16, where, ops, case.quantize)
+            made = case.model, case.quantize
         todo = list(batches or case.batches)
         while todo:
             batch = todo.pop(0)
@@ -378,8 +383,6 @@ def main() -> int:
             _free(cuda)
         if case is CASES[0] and cuda and batches is None:
             measure_start(case, decoder, new_device(options.device))
-        del decoder
-        _free(cuda)
     return int(failed > 0)
 
 
@@ -390,8 +393,8 @@ def go_on(case: Case, todo: Seq[int], options: argparse.Namespace, deadline: flo
     if todo and left > NEXT_S:
         command = [sys.executable, __file__, "--model", case.model, "--seconds", f"{left:.0f}"]
         command += ["--batch", ",".join(map(str, todo)), "--output", str(options.output)]
-        command += ["--traces", str(options.traces)] if options.traces else []
         command += ["--kv", case.kv] if case.kv else []
+        command += ["--traces", str(options.traces)] if options.traces else []
         subprocess.run(command)
     return 1
 

@@ -38,6 +38,8 @@ GOALS = (
     Goal("decode", f"{QWEN} 1: share of the bandwidth bound", 0.85, "more"),
     Goal("decode", f"{QWEN} 512: decode", 55_000, "more", "tok/s", "H200"),
     Goal("decode", f"{QWEN} 256: decode", 40_000, "more", "tok/s", "H200"),
+    Goal("decode", "qwen2.5-7b fp8, * KV, batch 512: decode", 55_000, "more", "tok/s", "H200"),
+    Goal("decode", "qwen2.5-7b fp8, * KV, batch 256: decode", 40_000, "more", "tok/s", "H200"),
     Goal("decode", f"{QWEN} 128: TTFT, last", 50, "less", "ms", "H200"),
     Goal("decode", f"{QWEN} 128: GPU idle", 0.03, "less"),
     Goal(

@@ -306,6 +306,7 @@ def test_goals_are_those_of_figures():
     assert CASES[0] == Case("qwen2.5-7b", "fp8", (128, 1, 512, 256))
     named = {
         *(f"qwen2.5-7b fp8, batch {batch}: decode" for batch in (128, 512, 256)),
+        *(f"qwen2.5-7b fp8, int8 KV, batch {batch}: decode" for batch in (512, 256)),
         "qwen2.5-7b fp8, batch 1: share of the bandwidth bound",
         "qwen2.5-7b fp8, batch 128: TTFT, last",
         "qwen2.5-7b fp8, batch 128: GPU idle",

@@ -175,7 +175,14 @@ def test_a_batch_that_fails_stops_no_other(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", words)
     assert decode.main() == 1
     assert measured == [2, 1, 3]
-    assert "tiny, batch 1: RuntimeError: no memory for it" in capsys.readouterr().out
+    assert "tiny bf16, batch 1: RuntimeError: no memory for it" in capsys.readouterr().out
+
+
+def test_decodes_are_measured_with_8_bit_kv(tmp_path):
+    script = str(ROOT / "benchmarks" / "gpu" / "decode.py")
+    tiny = ("--device", "cpu", "--model", "tiny", "--batch", "2", "--output", "4", "--kv", "int8")
+    found = figures_of(run_without(tmp_path, sys.executable, script, *tiny))
+    assert "tiny bf16, int8 KV, batch 2: decode" in found
 
 
 def test_what_misses_its_goal_leaves_a_trace(monkeypatch, tmp_path, capsys):
