@@ -13,7 +13,7 @@ import triton.language as tl
 from weft.kernels.triton import pdl
 from weft.kernels.triton.loop import bound
 from weft.kernels.triton.storage import decode
-from weft.kernels.triton.work_list import WORDS, turn_of, turns_of
+from weft.kernels.triton.work_list import load_item, turn_of, turns_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LEAST_SCORE = tl.constexpr(-1e30)  # finite, so that a tile without a visible key gives no NaN
@@ -186,14 +186,10 @@ def decode_kernel(
     pdl.wait(PDL)
     pdl.launch_dependents(PDL)
     program, programs = tl.program_id(0), tl.num_programs(0)
-    clear(out, tl.load(query_start + rows) + program, tokens, programs, HEADS, DIM, 1024)
     for turn in range(bound(turns_of(tl.load(items) * KV_HEADS, program, programs))):
         work = turn_of(turn, program, programs)
         head = work % KV_HEADS
-        item = items + (1 + work // KV_HEADS) * WORDS
-        row, start, count = tl.load(item), tl.load(item + 1), tl.load(item + 2)
-        context, low, high = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
-        split, splits = tl.load(item + 6), tl.load(item + 7)
+        row, start, count, context, low, high, split, splits = load_item(items, work // KV_HEADS)
         first = low * 0
         if WINDOW:
             first = tl.maximum(context - count - (WINDOW - 1), 0)
@@ -229,6 +225,7 @@ def decode_kernel(
                 tl.store(counter, 0)
                 result = merge(partial_sums, partial_stats, at, real, splits, DIM, PADDED, SPLITS)
                 store_outputs(out, result, start, token, real, head, HEADS, DIM, PADDED, GROUP)
+    clear(out, tl.load(query_start + rows) + program, tokens, programs, HEADS, DIM, 1024)
 
 
 @triton.jit

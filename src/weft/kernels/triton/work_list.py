@@ -20,7 +20,7 @@ from weft.kernels.triton import pdl
 from weft.kernels.triton.loop import bound
 from weft.kernels.triton.tiles import Plan
 
-DOUBLINGS = tl.constexpr(16)  # of a split: enough for contexts of 2^24 tokens
+DOUBLINGS = tl.constexpr(16)  # of a split: enough for contexts of 2^26 tokens
 WORDS = tl.constexpr(8)  # of an item, and before the first one
 _ROWS, _OTHERS = 16, 128  # rows that a program lists, and that it compares them with at once
 
@@ -170,6 +170,15 @@ def list_kernel(
         tl.store(item + 5, tl.minimum(low + size, context), mask=mask)
         tl.store(item + 6, row * 0 + split, mask=mask)
         tl.store(item + 7, splits, mask=mask)
+
+
+@triton.jit
+def load_item(items, number):
+    """Return an item's row, first token, tokens, context, bounds, split and splits."""
+    at = items + (1 + number) * WORDS
+    row, start, count, context = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    low, high, split, splits = tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7)
+    return row, start, count, context, low, high, split, splits
 
 
 @triton.jit
