@@ -25,14 +25,14 @@ from weft.engine.compile_process import CompileRequest
 from weft.engine.kernels_ahead import Compilation, LostCompilerError, compile_ahead, request_for
 from weft.engine.model import resolve_settings
 from weft.kernels.gpus import KNOWN
-from weft.kernels.kernel_folder import GROUP, MAKERS, KernelFolder
+from weft.kernels.kernel_folder import GROUP, MAKERS, STARTS, KernelFolder
 from weft.kernels.triton.device import stand_in
 
 H100 = KNOWN["h100"]
 # Few sizes of steps, and so few kernels.
 SETTINGS = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "max_model_len": 64}
 SETTINGS |= {"kv_memory": 2**20, "model": "builtin"}
-LOOKUPS = Path(__file__).parent / "lookups.py"
+STARTED = Path(__file__).parent / "started.py"
 
 
 def config(folder: Path, **more: Any) -> EngineConfig:
@@ -70,15 +70,28 @@ def a_kernel(folder: Path, name: str = "gemm") -> Path:
     return next(folder.glob(f"*/{GROUP}{name}.json")).parent
 
 
-def test_triton_finds_them_when_it_launches(copied: Path) -> None:
+def started(folder: Path, *more: str) -> str:
+    """What an engine says of its start; Triton looks for each kernel that it launches."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, str(LOOKUPS), str(copied), "h100", json.dumps(SETTINGS)]
-    shutil.rmtree(a_kernel(copied))
+    settings = SETTINGS | {"kernel_cache": str(folder), "packed_cache": 0}
+    command = [sys.executable, str(STARTED), "h100", json.dumps(settings), *more]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    words, seconds = json.loads(done.stdout)
+    assert list(seconds) == ["settings", "weights", "kernels", "KV and capture", "ready"]
+    return words
+
+
+def test_an_engine_finds_them_when_it_launches(copied: Path) -> None:
+    """It says where kernels came from, and those that it had to compile itself."""
     kernels = len([*copied.glob(f"*/{GROUP}*")])
-    assert found == {"compiled": kernels - 1, "missing": 1}
+    words = started(copied)
+    assert f"({kernels} kernels, {kernels} of them kept in {copied}), KV and capture" in words
+    for key in (MAKERS, STARTS):
+        shutil.rmtree(copied / key)
+    shutil.rmtree(a_kernel(copied))
+    assert "kernels 0.0" in (words := started(copied, "/bin/false"))
+    assert "(1 compiled one by one), KV and capture" in words
 
 
 def test_a_folder_that_takes_nothing_lends_to_another(copied: Path, tmp_path: Path) -> None:
@@ -132,7 +145,7 @@ def test_a_copy_has_all_and_what_is_damaged_is_compiled_again(copied: Path, capl
     third = ahead_of(copied)
     third.wait()
     assert "2 compiled in" in third.describe()
-    assert f"{copied} lacked 2 kernels" in caplog.text
+    assert f"{copied} lacked 2 of {len(third.compiled.kernels)} kernels" in caplog.text
 
 
 @pytest.mark.usefixtures("a_gpu")

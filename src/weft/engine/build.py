@@ -40,7 +40,6 @@ from weft.engine.host_experts import kept_settings, predicted_lines
 from weft.engine.host_tier import counted
 from weft.engine.idle import IdleMemory
 from weft.engine.kept_kv import KeptKV, KVFile, map_kept_kv
-from weft.engine.kernels_ahead import compile_ahead
 from weft.engine.model import (
     Model,
     check_host_memory,
@@ -367,7 +366,13 @@ def _executor(
         KernelError: a kernel of a GPU cannot be compiled.
     """
     watch.mark("settings")
-    ahead = compile_ahead(config, resolved, model, model.ops.ranks.rank)
+    ahead = None
+    if not is_cpu(model.device):
+        from weft.engine.kernels_ahead import (
+            compile_ahead,  # takes time, and a CPU has no use of it
+        )
+
+        ahead = compile_ahead(config, resolved, model, model.ops.ranks.rank)
     set_threads(threads, model)
     within = partial(allocating, ops=model.ops)
     with within(f"the weights ({format_bytes(model.facts.weight_bytes)})", FOR_WEIGHTS):

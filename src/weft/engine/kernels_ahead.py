@@ -260,7 +260,11 @@ class KernelsAhead:
                 ", ".join(f"{name} {value}" for name, value in self.maker.items()),
             )
         elif new and self.named:
-            logger.warning("%s lacked %d kernels.", self.folder.path, new)
+            logger.warning(
+                "%s lacked %d of %d kernels, which took %.1f s to compile; weft compile does it "
+                "beforehand.",
+                self.folder.path, new, len(self.compiled.kernels), self.compiled.seconds,
+            )  # fmt: skip
         self.folder.note_start(self.start, self.compiled.kernels)
         if not self.compiled.is_kept():
             logger.warning(
