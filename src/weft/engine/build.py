@@ -367,10 +367,8 @@ def _executor(
     """
     watch.mark("settings")
     ahead = None
-    if not is_cpu(model.device):
-        from weft.engine.kernels_ahead import (
-            compile_ahead,  # takes time, and a CPU has no use of it
-        )
+    if not is_cpu(model.device):  # where there is nothing to compile, nor to import for it
+        from weft.engine.kernels_ahead import compile_ahead
 
         ahead = compile_ahead(config, resolved, model, model.ops.ranks.rank)
     set_threads(threads, model)
