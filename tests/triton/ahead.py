@@ -80,26 +80,14 @@ def compiled(
     return [Compiled(**json.loads(line)) for line in lines.splitlines()]
 
 
-class _Absent:
-    """As much of a driver as compiling asks for."""
-
-    def __init__(self, target: Any) -> None:
-        self.get_current_target = lambda: target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return device
-
-
 def _main(name: str, capability: int, *arguments: str, first: bool = False) -> None:
     import triton
-    from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
 
+    from weft.kernels.triton.launches import AbsentDriver
+
     assert not triton.knobs.runtime.interpret
-    triton.runtime.driver.set_active(_Absent(GPUTarget("cuda", capability, 32)))
+    triton.runtime.driver.set_active(AbsentDriver(capability))
     triton.knobs.compilation.always_compile = True  # else there is no log
     triton.knobs.nvidia.dump_ptxas_log = True
     seen, names = set(), set()
