@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.core.config import EngineConfig
@@ -49,6 +51,8 @@ def run_compile(options: dict[str, Any]) -> int:
     source = resolve_model(config.model, revision=config.revision, offline=config.offline)
     request = request_for(replace(config, model=str(source), revision=None), gpu)
 
+    _check_takes_files(Path(request.folder))
+
     def tell(place: int, count: int, words: str) -> None:
         print(f"[{place}/{count}] {words}", file=sys.stderr, flush=True)
 
@@ -61,6 +65,20 @@ def run_compile(options: dict[str, Any]) -> int:
         )
     print(compiled.describe())
     return 0
+
+
+def _check_takes_files(folder: Path) -> None:
+    """Raise ConfigError if a folder cannot be made or written, before minutes of work for it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"Kernels cannot be kept in '{folder}': {error.strerror}; name another folder with "
+            "--kernel-cache.",
+            param="kernel_cache",
+        ) from None
 
 
 def _gpu_here() -> Gpu:

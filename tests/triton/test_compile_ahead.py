@@ -213,12 +213,13 @@ def test_the_command_fills_a_folder(copied: Path, capsys) -> None:
         (["--target", "h100", "--no-graphs"], "leave graphs on"),
         (["--target", "h100", "--pipeline-parallel", "2"], "by the engine that needs them"),
         (["--target", "h100", "--quantize", "int4"], "do not compute with int4"),
+        (["--target", "h100", "--kernel-cache", "/proc/no/kernels"], "cannot be kept in '/proc/no"),
     ],
 )
 def test_the_command_says_what_is_wrong(words: list[str], said: str, tmp_path, capsys) -> None:
     if not words and torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    code, _, err = command(capsys, *words, f"--kernel-cache={tmp_path}")
+    code, _, err = command(capsys, f"--kernel-cache={tmp_path}", *words)
     assert code in (1, 2)
     assert said in err
 
