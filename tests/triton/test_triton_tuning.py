@@ -204,6 +204,18 @@ def test_the_rule_fills_a_device() -> None:
     assert list(found.values()) == [4, 7, 4], "parts of 28, 28 and 148 steps that are alike"
 
 
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "splits"),
+    [(3584, 18944, 4), (4608, 3584, 4), (37888, 3584, 1), (3584, 3456, 3), (512, 128, 1)],
+)
+def test_inputs_of_codes_are_cut_into_equal_parts(outputs, inputs, splits) -> None:
+    """148, 28, 28, 27 and 1 steps; 132 multiprocessors want 5, 4, 1, 5 and 33 parts."""
+    shape = LaunchShape("gemm", "int4/128 in bfloat16", (outputs, inputs))
+    assert H200.launch(shape, 1)["SPLITS"] == splits
+    assert H200.launch(shape, 100)["SPLITS"] == 1
+    assert "SPLITS" not in H200.launch(LaunchShape("moe_down", shape.kind, (8, 64, 256)), 1)
+
+
 def test_the_search_finds_what_costs_least() -> None:
     def cost(launch) -> float:
         if launch["BLOCK_K"] * launch["num_stages"] > 512:

@@ -114,7 +114,7 @@ class EngineConfig:
         "none",
         "round weights at load: fp8 (E4M3, with the output head fp8-head) and int8 with a scale an "
         "output, int4 with one a group of inputs; a CPU computes with int8 and int4, a GPU with "
-        "fp8 and int8",
+        "all",
         choices=("none", "fp8", "fp8-head", "int8", "int4"),
     )
     quantize_group: int = setting(

@@ -97,8 +97,8 @@ def launch_by_rule(
 ) -> Mapping[str, int]:
     """Return blocks for a product: as ``tuning.Heuristic`` gives those of other weights.
 
-    A step takes 128 inputs, or one group if it is larger. Few rows split the inputs until two
-    programs run on each multiprocessor.
+    A step takes 128 inputs. Few rows split the inputs until two programs run on each
+    multiprocessor.
 
     Args:
         sizes: outputs and inputs; of experts their number in front.
@@ -108,13 +108,7 @@ def launch_by_rule(
     *experts, outputs, inputs = sizes
     splits = 1
     if not experts and bucket <= 64:
-        steps = -(-inputs // WHOLE)
-        while (
-            splits < MOST_SPLITS
-            and -(-outputs // PANEL) * splits < 2 * processors
-            and steps >= 4 * splits
-        ):
-            splits *= 2
+        splits = _splits(-(-outputs // PANEL), -(-inputs // max(WHOLE, form.inputs)), processors)
     # One kernel serves up to 32 rows: more of them take longer to compile than they gain.
     rows = bucket if experts else max(bucket, 32)
     launch = {
@@ -125,3 +119,10 @@ def launch_by_rule(
         "num_stages": 2 if wide else 3 if bucket > 64 else 4,
     }
     return launch | ({} if experts else {"SPLITS": splits})
+
+
+def _splits(blocks: int, steps: int, processors: int) -> int:
+    """Return into how many parts to cut the inputs: if possible parts of equally many steps."""
+    wish = max(1, min(MOST_SPLITS, steps // 4, -(-2 * processors // blocks)))
+    fair = [n for n in range(-(-wish // 2), min(2 * wish, MOST_SPLITS) + 1) if steps % n == 0]
+    return min(fair, key=lambda n: abs(n - wish), default=wish)
