@@ -74,7 +74,7 @@ def test_looked_up_rows_are_the_weights(kind) -> None:
 
 
 def run_assembly(text: str, word: int) -> list[int]:
-    """What the three instructions of such a text make of a word; PTX ISA, sections of each."""
+    """What the instructions of such a text make of a word; PTX ISA, sections of each."""
     registers = {"$4": word}
 
     def value(name: str) -> int:
@@ -89,9 +89,14 @@ def run_assembly(text: str, word: int) -> list[int]:
         match operation:
             case "shr.u32":
                 found = given[0] >> given[1]
+            case "shl.b32":
+                found = given[0] << given[1] & 0xFFFFFFFF
+            case "and.b32":
+                found = given[0] & given[1]
             case "prmt.b32":
                 pair = (given[0] | given[1] << 32).to_bytes(8, "little")
-                chosen = [pair[given[2] >> 4 * place & 7] for place in range(4)]
+                picks = [given[2] >> 4 * place & 15 for place in range(4)]
+                chosen = [pair[pick] for pick in picks]  # from 8 on it would repeat a sign
                 found = int.from_bytes(bytes(chosen), "little")
             case "lop3.b32":
                 a, b, c, table = given
@@ -117,6 +122,14 @@ def test_assembly_unpacks_to_bfloat16() -> None:
     found = torch.tensor(run_assembly(coded.HALVES_TO_BFLOAT16, word)).int()
     numbers = found.view(torch.bfloat16).reshape(2, 4).float()
     assert torch.equal(numbers, pairs.T.float() + 128)
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    table = torch.cat((table, -table))
+    for shift in range(16):
+        pairs = (torch.arange(8).reshape(4, 2) * 3 + shift) % 16
+        word = sum(int(low + 16 * high) << 8 * place for place, (low, high) in enumerate(pairs))
+        found = torch.tensor(run_assembly(coded.E2M1_TO_BFLOAT16, word)).to(torch.uint32)
+        numbers = found.view(torch.bfloat16).reshape(2, 4).float()
+        assert torch.equal(numbers, table[pairs.T])
 
 
 def test_parts_are_added_in_one_order() -> None:

@@ -61,7 +61,34 @@ HALVES_TO_BFLOAT16 = """
     lop3.b32 $3, d, 0x000F000F, 0x43004300, 0xEA;
 }
 """
+# Four bytes of pairs of E2M1 codes become bfloat16: both bytes of a number are looked up by three
+# bits of its code, then its sign is or-ed in.
+E2M1_TO_BFLOAT16 = """
+{
+    .reg .b32 s, t, p, q, u, v, a, b, c, d;
+    and.b32 s, $4, 0x7777;
+    shr.u32 t, $4, 16;
+    and.b32 t, t, 0x7777;
+    prmt.b32 p, $4, 0, 0x1404;
+    prmt.b32 q, $4, 0, 0x3424;
+    shl.b32 u, p, 4;
+    shl.b32 v, q, 4;
+    prmt.b32 a, 0xC0800000, 0xC0804000, s;
+    prmt.b32 b, 0x3F3F3F00, 0x40404040, s;
+    prmt.b32 c, 0xC0800000, 0xC0804000, t;
+    prmt.b32 d, 0x3F3F3F00, 0x40404040, t;
+    prmt.b32 s, a, b, 0x6240;
+    prmt.b32 t, c, d, 0x6240;
+    prmt.b32 a, a, b, 0x7351;
+    prmt.b32 c, c, d, 0x7351;
+    lop3.b32 $0, u, 0x80008000, s, 0xEA;
+    lop3.b32 $1, v, 0x80008000, t, 0xEA;
+    lop3.b32 $2, p, 0x80008000, a, 0xEA;
+    lop3.b32 $3, q, 0x80008000, c, 0xEA;
+}
+"""
 _QUARTERS, _HALVES = tl.constexpr(QUARTERS_TO_BFLOAT16), tl.constexpr(HALVES_TO_BFLOAT16)
+_E2M1 = tl.constexpr(E2M1_TO_BFLOAT16)
 
 
 @triton.jit
@@ -100,11 +127,15 @@ def zero_points(zero, at, inside, CODE: tl.constexpr, ZEROS: tl.constexpr):
 
 
 @triton.jit
-def scales_at(scale, at, inside, CODE: tl.constexpr):
-    """Return scales [N] in float32; of E2M1 they are exponents, and 2**14 goes into them."""
+def scales_at(scale, at, inside, CODE: tl.constexpr, OPERAND: tl.constexpr):
+    """Return scales [N] in float32; of E2M1 they are exponents, the least of which is taken for 0.
+
+    2**14 goes into those of what ``decoded`` returns.
+    """
     if CODE == "e2m1":
         exponent = tl.load(scale + at, mask=inside, other=0).to(tl.int32)
-        factor = ((exponent + 14) << 23).to(tl.float32, bitcast=True)
+        exponent += 0 if tl.bfloat16 == OPERAND else 14
+        factor = (exponent << 23).to(tl.float32, bitcast=True)
     else:
         factor = tl.load(scale + at, mask=inside, other=0.0).to(tl.float32)
     return factor
@@ -177,6 +208,13 @@ def product(
             )
             acc = tl.dot(w0 - point, a, acc, input_precision=PRECISION)
             acc = tl.dot(w1 - point, b, acc, input_precision=PRECISION)
+    elif CODE == "e2m1" and tl.bfloat16 == OPERAND:
+        both: tl.constexpr = (tl.bfloat16, tl.bfloat16)
+        w0, w1 = tl.inline_asm_elementwise(
+            _E2M1, "=r,=r,=r,=r,r", [codes], dtype=both, is_pure=True, pack=4
+        )
+        acc = tl.dot(w0, a, acc, input_precision=PRECISION)
+        acc = tl.dot(w1, b, acc, input_precision=PRECISION)
     else:
         acc = tl.dot(decoded(codes, zero, CODE, 0, OPERAND), a, acc, input_precision=PRECISION)
         if PARTS > 1:
@@ -258,11 +296,11 @@ def coded_gemm(
                 if ROUNDED:
                     rows_in = m_in if EVEN else m_in & (piece < PIECES)
                     sums *= tl.load(row_scales + piece * M + m, mask=rows_in, other=0.0)[None, :]
-                acc += sums * scales_at(scale, piece * N + n, inside, CODE)[:, None]
+                acc += sums * scales_at(scale, piece * N + n, inside, CODE, OPERAND)[:, None]
         w_at += EACH * _TILE * INPUTS
         x_at += EACH * GROUP
     if WHOLE:
-        acc *= scales_at(scale, n, n_in, CODE)[:, None]
+        acc *= scales_at(scale, n, n_in, CODE, OPERAND)[:, None]
     rows, columns = m.to(tl.int64)[None, :], n[:, None]
     here = n_in[:, None] & m_in[None, :]
     if SPLITS == 1:
@@ -319,7 +357,7 @@ def _gather(
     codes = tl.load(w_at, mask=inside[:, None], other=0.0)
     at = tl.zeros([BLOCK], tl.int64) + n if WHOLE else piece * N + n
     points = zero_points(zero, at, inside, CODE, ZEROS)
-    factor = scales_at(scale, at, inside, CODE)[:, None]
+    factor = scales_at(scale, at, inside, CODE, tl.float32)[:, None]
     for place in tl.static_range(PARTS):
         numbers = decoded(codes, points, CODE, place, tl.float32) * factor
         here = (piece < PIECES)[:, None] & (k + place * INPUTS < K)

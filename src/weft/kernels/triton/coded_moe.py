@@ -114,7 +114,7 @@ def grouped_codes(
                 points = zero_points(zero, at, inside, CODE, ZEROS)
                 sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
                 sums = product(codes, points, a, b, c, d, sums, CODE, PARTS, OPERAND, PRECISION)
-                sums *= scales_at(scale, at, inside, CODE)[:, None] * factor[None, :]
+                sums *= scales_at(scale, at, inside, CODE, OPERAND)[:, None] * factor[None, :]
                 if half == 1:
                     up += sums
                 else:
