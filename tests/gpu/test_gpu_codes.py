@@ -11,11 +11,12 @@ import pytest
 import torch
 import transformers
 from checkpoints import CASES, prompt, randomise, save
-from served import Truth, opened, serve
+from served import Truth, opened, serve, told
 from test_models_blocks import FINE, MX, compressed, fine, mx_experts, refereed, restacked
 from test_models_quant import FORMATS, drawn, formula, rewritten
 from torch import Tensor
 
+from depth import deep_on_cpu
 from weft.core.types import SamplingParams
 from weft.kernels.triton.coded_matrix import CodedMatrix
 
@@ -106,3 +107,19 @@ def test_weights_that_are_rounded_to_int4(tmp_path) -> None:
     plain._decoder.lm_head = plain._decoder.embedding = decoder.lm_head.dequantize()
     lost = Truth(folder).gap(PROMPTS[0], answer)
     assert plain.gap(PROMPTS[0], answer) < 0.01 * lost < 0.01
+
+
+@deep_on_cpu
+@pytest.mark.parametrize("name", ["awq", "fp8 in blocks"])
+def test_captured_steps_are_uncaptured_ones(name, tmp_path) -> None:
+    case, store = STORED[name]
+    folder, found = tmp_path / "stored", []
+    folder.mkdir()
+    store(source(tmp_path / "source", case), folder)
+    for graphs in (True, False):
+        with opened(folder, kernels="triton", graphs=graphs, max_num_batched_tokens=16) as engine:
+            assert (engine.executor.captured > 0) == graphs
+            found.append(serve(engine, PROMPTS, [SCORED, GREEDY]))
+    for one, other in zip(*found, strict=True):
+        assert one.tokens == other.tokens
+        assert torch.equal(told(one), told(other))

@@ -209,9 +209,9 @@ def product(
             acc = tl.dot(w0 - point, a, acc, input_precision=PRECISION)
             acc = tl.dot(w1 - point, b, acc, input_precision=PRECISION)
     elif CODE == "e2m1" and tl.bfloat16 == OPERAND:
-        both: tl.constexpr = (tl.bfloat16, tl.bfloat16)
+        halves: tl.constexpr = (tl.bfloat16, tl.bfloat16)
         w0, w1 = tl.inline_asm_elementwise(
-            _E2M1, "=r,=r,=r,=r,r", [codes], dtype=both, is_pure=True, pack=4
+            _E2M1, "=r,=r,=r,=r,r", [codes], dtype=halves, is_pure=True, pack=4
         )
         acc = tl.dot(w0, a, acc, input_precision=PRECISION)
         acc = tl.dot(w1, b, acc, input_precision=PRECISION)
