@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from coded_weights import KINDS, drawn_weight
+from coded_weights import KINDS, drawn, drawn_weight
 from torch import Tensor
 from weights import Fixed
 
@@ -71,6 +71,12 @@ def test_looked_up_rows_are_the_weights(kind) -> None:
     ids = torch.tensor([3, 69, 3, 64])
     assert torch.equal(matrix.embedding(ids, made), truth[ids])
     assert not coded.gather(made, torch.tensor([70, -1])).any()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "row" not in kind])
+def test_memory_is_foretold(kind) -> None:
+    made, _ = drawn_weight(kind, (128, 256), BY_RULE)
+    assert made.nbytes == drawn(kind, 128, 256).storage.nbytes(128, 256)
 
 
 def run_assembly(text: str, word: int) -> list[int]:
