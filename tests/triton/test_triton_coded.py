@@ -12,7 +12,7 @@ from weft.kernels import float8
 from weft.kernels.cpu.matrix import CpuMatrix
 from weft.kernels.cpu.matrix import gather as cpu_rows
 from weft.kernels.storage import Storage
-from weft.kernels.triton import coded, matrix
+from weft.kernels.triton import coded, matrix, unpack
 from weft.kernels.triton.coded_matrix import CodedMatrix
 from weft.kernels.tuning import Heuristic
 
@@ -120,12 +120,12 @@ def test_assembly_unpacks_to_bfloat16() -> None:
     """Registers have two numbers each: of quarters one of each unit, of halves two neighbours."""
     codes = torch.tensor([[7, 0, 15, 3], [8, 1, 14, 12]])  # of two units, each quarter's
     word = sum(int(code) << 4 * place for place, code in enumerate(codes.flatten()))
-    found = torch.tensor(run_assembly(coded.QUARTERS_TO_BFLOAT16, word)).int()
+    found = torch.tensor(run_assembly(unpack.QUARTERS_TO_BFLOAT16, word)).int()
     numbers = found.view(torch.bfloat16).reshape(4, 2).float()
     assert torch.equal(numbers, codes.T.float() + 128)
     pairs = torch.tensor([[7, 0], [15, 3], [8, 1], [14, 12]])  # of four bytes, low and high bits
     word = sum(int(low + 16 * high) << 8 * place for place, (low, high) in enumerate(pairs))
-    found = torch.tensor(run_assembly(coded.HALVES_TO_BFLOAT16, word)).int()
+    found = torch.tensor(run_assembly(unpack.HALVES_TO_BFLOAT16, word)).int()
     numbers = found.view(torch.bfloat16).reshape(2, 4).float()
     assert torch.equal(numbers, pairs.T.float() + 128)
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -133,7 +133,7 @@ def test_assembly_unpacks_to_bfloat16() -> None:
     for shift in range(16):
         pairs = (torch.arange(8).reshape(4, 2) * 3 + shift) % 16
         word = sum(int(low + 16 * high) << 8 * place for place, (low, high) in enumerate(pairs))
-        found = torch.tensor(run_assembly(coded.E2M1_TO_BFLOAT16, word)).to(torch.uint32)
+        found = torch.tensor(run_assembly(unpack.E2M1_TO_BFLOAT16, word)).to(torch.uint32)
         numbers = found.view(torch.bfloat16).reshape(2, 4).float()
         assert torch.equal(numbers, table[pairs.T])
 
