@@ -131,7 +131,7 @@ IN_FP8 = {"_round_rows": 1, "_act_mul_round": 1}
     [
         ("none", {1: FEW, 64: FEW, 128: {"library": 4, "_act_mul": 1}}),
         ("fp8", {1: FEW, 64: {**FEW, "_round_rows": 1}, 512: {"library": 4, **IN_FP8}}),
-        ("int4", {1: {**CODED, "add_parts": 1}}),
+        ("int4", {1: CODED}),
     ],
 )
 def test_a_decode_step_launches_what_it_has_to(quantize, steps):
