@@ -18,6 +18,7 @@ from weft.kernels.triton import (
     hosted,
     lanes,
     norm,
+    pdl,
     peer_sum,
     process_logits,
     prologue,
@@ -25,7 +26,7 @@ from weft.kernels.triton import (
     route,
     sample,
 )
-from weft.kernels.triton.gemm import SplitSums
+from weft.kernels.triton.gemm import SplitProduct
 from weft.kernels.triton.matrix import TritonMatrix
 from weft.kernels.tuning import MOST_SPLITS, Heuristic
 
@@ -37,6 +38,7 @@ CPU = torch.device("cpu")
 def launch(capability: int) -> None:
     codes = torch.float8_e4m3fn if capability >= 89 else torch.bfloat16
     norm.codes_dtype = activation.codes_dtype = lambda _: codes
+    pdl.facts.capability = lambda _: divmod(capability, 10)
     launch_rows(torch.bfloat16)
     launch_heads(torch.bfloat16)
     launch_choice()
@@ -73,10 +75,10 @@ def launch_rows(dtype: torch.dtype) -> None:
         activation.act_mul_for(inputs, torch.empty(TOKENS, 2 * 18_944, dtype=dtype), "gelu_tanh")
 
 
-def split(outputs: int, dtype: torch.dtype) -> SplitSums:
+def split(outputs: int, dtype: torch.dtype) -> SplitProduct:
     """A product of rounded rows in as many parts as there may be by rule."""
     sums, scales = torch.empty(MOST_SPLITS, TOKENS, outputs), torch.empty(outputs)
-    return SplitSums(sums, scales[:TOKENS], scales, scales.to(dtype), dtype)
+    return SplitProduct(sums, scales[:TOKENS], scales, scales.to(dtype), dtype)
 
 
 def launch_heads(dtype: torch.dtype) -> None:

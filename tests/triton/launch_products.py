@@ -7,7 +7,7 @@ from coded_weights import drawn_weight
 from launch_attention import SHARED
 from weights import make
 
-from weft.kernels.triton import coded, fp8, matrix
+from weft.kernels.triton import coded, fp8, matrix, pdl
 from weft.kernels.triton.coded_matrix import TILE, CodedMatrix
 from weft.kernels.triton.gated import gated_product
 from weft.kernels.triton.matrix import TritonMatrix
@@ -29,6 +29,7 @@ def launch(capability: int, *cases: str) -> None:
     """Launch cases such as ``gemm/fp8/64``: op, kind of weights, rows; none for all of them."""
     matrix.has_fp8 = fp8.has_fp8 = coded.has_fp8 = lambda _: capability >= 89
     fp8.interpreted = lambda: False
+    pdl.facts.capability = lambda _: divmod(capability, 10)
     tuning = Heuristic(132, SHARED[capability])
     for case in cases or EVERY:
         op, kind, rows = case.split("/")

@@ -18,7 +18,7 @@ from weft.kernels.reference import known_ids
 from weft.kernels.storage import Storage
 from weft.kernels.triton.activation import ACTIVATIONS, act_mul_for
 from weft.kernels.triton.fp8 import round_rows
-from weft.kernels.triton.gemm import SplitSums
+from weft.kernels.triton.gemm import SplitProduct
 from weft.kernels.triton.layer import Sum, TritonLayer, add_up
 from weft.kernels.triton.matrix import embedding, linear, pack, product, quantised
 from weft.kernels.triton.norm import NormKind, add, add_norm, norm
@@ -145,7 +145,7 @@ def test_parts_of_a_product_are_read_as_their_sum(kind, splits) -> None:
     x, bias = torch.randn(tokens, 130).to(made.dtype), torch.randn(outputs).to(made.dtype)
     rows = round_rows(x) if made.rounds else x
     parts, whole = product(rows, made, bias), linear(rows, made, bias)
-    assert isinstance(parts, SplitSums)
+    assert isinstance(parts, SplitProduct)
     assert (parts.shape, parts.dtype) == (whole.shape, whole.dtype)
     residual, weight, other = torch.randn(3, tokens, outputs).to(made.dtype)
     for post in (None, other[0]):

@@ -14,7 +14,7 @@ from weft.kernels.float8 import Rounded
 from weft.kernels.triton import fp8, matrix
 from weft.kernels.triton.activation import ACTIVATIONS, act_mul_for
 from weft.kernels.triton.gated import GROUP, gated_product
-from weft.kernels.triton.gemm import SplitSums
+from weft.kernels.triton.gemm import SplitProduct
 from weft.kernels.triton.matrix import TritonMatrix, linear, product
 from weft.kernels.tuning import Heuristic
 
@@ -30,7 +30,7 @@ def gated_truth(x: Tensor, made: TritonMatrix, bias: Tensor | None, activation: 
     return reference.activate(gate, activation) * up
 
 
-def whole(y: Tensor | SplitSums) -> Tensor:
+def whole(y: Tensor | SplitProduct) -> Tensor:
     """A product, its parts added."""
     if isinstance(y, Tensor):
         return y.float()

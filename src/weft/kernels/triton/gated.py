@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.float8 import Rounded
+from weft.kernels.triton import pdl
 from weft.kernels.triton.activation import ACTIVATIONS, activated
 from weft.kernels.triton.fp8 import codes_dtype, row_scale, to_e4m3
 from weft.kernels.triton.gemm import finish, operand
@@ -42,6 +43,7 @@ def gated_gemm(
     GELU: tl.constexpr,
     ROUND: tl.constexpr,
     STATIC: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One block of activated gates times values, of one block of rows; see ``gemm.gemm``.
 
@@ -59,6 +61,8 @@ def gated_gemm(
     x_at = x + m.to(tl.int64)[None, :] * x_stride + k[:, None]
     gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    pdl.wait(PDL)
+    pdl.launch_dependents(PDL)
     for step in range((K + BLOCK_K - 1) // BLOCK_K):
         if K % BLOCK_K == 0:
             inside, row_inside = n_in[:, None], m_in[None, :]
@@ -149,6 +153,7 @@ def gated_product(
             GELU=activation == "gelu_tanh",
             ROUND=group,
             STATIC=isinstance(inputs, Tensor),
+            **pdl.options(rows.device),
             **launch,
         )
     return out if scales is None else Rounded(out, scales, group)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.triton import pdl
 from weft.kernels.triton.fp8 import from_bits, row_scale, to_e4m3
 
 # How rows of a product come that are rounded in groups of BLOCK_K inputs.
@@ -94,6 +95,7 @@ def gemm(
     FLAGS: tl.constexpr,
     GROUPS: tl.constexpr = 0,
     STATIC: tl.constexpr = False,
+    PDL: tl.constexpr = False,
 ):
     """One block of outputs of one block of rows, summed over one part of the inputs.
 
@@ -117,6 +119,8 @@ def gemm(
     w_at = w + n.to(tl.int64)[:, None] * K + k[None, :]
     x_at = x + m.to(tl.int64)[None, :] * x_stride + k[:, None]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    pdl.wait(PDL)
+    pdl.launch_dependents(PDL)
     for step in range(STEPS):
         if EVEN:
             weights = tl.load(w_at, mask=n_in[:, None], other=0.0)
@@ -199,7 +203,7 @@ def add_parts(
 
 
 @dataclass(frozen=True)
-class SplitSums:
+class SplitProduct:
     """A product whose inputs were split, for a kernel that reads it by ``summed``.
 
     Attributes:
@@ -227,7 +231,7 @@ class SplitSums:
         return self.sums.device
 
 
-def as_read(x: Tensor | SplitSums) -> tuple[Tensor, tuple[Any, ...], dict[str, int]]:
+def as_read(x: Tensor | SplitProduct) -> tuple[Tensor, tuple[Any, ...], dict[str, int]]:
     """Return what a kernel takes to read a product: its numbers or parts, factors, constants."""
     if isinstance(x, Tensor):
         return x, (None, None, None), {"SPLITS": 1, "FLAGS": 0}

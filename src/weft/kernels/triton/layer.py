@@ -12,7 +12,7 @@ from weft.kernels.parts import LayerParts, check_parts
 from weft.kernels.triton.activation import act_mul_for
 from weft.kernels.triton.coded_matrix import CodedMatrix
 from weft.kernels.triton.gated import gated_product
-from weft.kernels.triton.gemm import SplitSums
+from weft.kernels.triton.gemm import SplitProduct
 from weft.kernels.triton.matrix import TritonMatrix, not_by_gemm, product
 from weft.kernels.triton.moe import moe
 from weft.kernels.triton.norm import NormKind, add, add_norm, norm
@@ -34,7 +34,7 @@ class Sum:
     """
 
     base: Tensor
-    more: Tensor | SplitSums | None = None
+    more: Tensor | SplitProduct | None = None
     post: Tensor | None = None
 
 
@@ -128,7 +128,7 @@ class TritonLayer:
         )
         return Sum(residual, self._feed_forward(x), norms.post_mlp_norm)
 
-    def _feed_forward(self, x: Tensor | Rounded) -> Tensor | SplitSums:
+    def _feed_forward(self, x: Tensor | Rounded) -> Tensor | SplitProduct:
         if self._experts is not None:
             assert isinstance(x, Tensor)
             assert self._router is not None
@@ -158,7 +158,7 @@ class TritonLayer:
         return gated_product(x, gate_up, bias, shape.activation, inputs)
 
     def _rotated(
-        self, qkv: Tensor | SplitSums, cos: Tensor, sin: Tensor, places: Places | None
+        self, qkv: Tensor | SplitProduct, cos: Tensor, sin: Tensor, places: Places | None
     ) -> Tensor:
         shape = self._shape
         if isinstance(qkv, Tensor):

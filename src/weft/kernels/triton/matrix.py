@@ -23,7 +23,7 @@ from weft.kernels.float8 import E4M3, Float8, Rounded
 from weft.kernels.quantized import Quantized
 from weft.kernels.reference import on_device
 from weft.kernels.storage import MULTIPLIED, Storage
-from weft.kernels.triton import coded
+from weft.kernels.triton import coded, pdl
 from weft.kernels.triton.coded_matrix import CodedMatrix
 from weft.kernels.triton.device import (
     NONE,
@@ -33,7 +33,7 @@ from weft.kernels.triton.device import (
 )
 from weft.kernels.triton.embedding import embedding as rows_of
 from weft.kernels.triton.fp8 import round_rows
-from weft.kernels.triton.gemm import GIVEN, MADE, SplitSums, add_parts, gemm
+from weft.kernels.triton.gemm import GIVEN, MADE, SplitProduct, add_parts, gemm
 from weft.kernels.triton.launch import FLOATS, interpreted
 from weft.kernels.tuning import Launch, LaunchShape, Tuning, kind_of, op_of
 
@@ -176,7 +176,7 @@ def linear(
 
 def product(
     x: Tensor | Rounded, matrix: TritonMatrix | CodedMatrix, bias: Tensor | None
-) -> Tensor | SplitSums:
+) -> Tensor | SplitProduct:
     """Return ``linear`` without a residual, its parts not added yet if the inputs were split.
 
     Up to ``ROUNDED_WITHIN`` rows that it rounds have a scale for each group of inputs that a step
@@ -226,7 +226,7 @@ def _multiply(
     dtype: torch.dtype,
     *,
     whole: bool,
-) -> Tensor | SplitSums:
+) -> Tensor | SplitProduct:
     if isinstance(matrix, CodedMatrix):
         assert isinstance(x, Tensor)
         return coded.linear(x, matrix, bias, residual, dtype)
@@ -405,7 +405,7 @@ def small_product(
     *,
     whole: bool = True,
     rounding: tuple[int, int | None] | None = None,
-) -> Tensor | SplitSums:
+) -> Tensor | SplitProduct:
     """Return a product by ``gemm.py``, whatever the rows; see ``linear``.
 
     Args:
@@ -413,7 +413,8 @@ def small_product(
         row_scales: [M] float32 of rounded rows, else None.
         rounding: of rows in groups, ``GIVEN`` and the size of a group, or ``MADE`` by the product:
             ``row_scales`` are [M, groups] then, or the one of all, or None.
-        whole: whether parts are added if the inputs are split.
+        whole: whether parts are added if the inputs are split. A product whose reader is known is
+            launched while the kernel before it ends: that must be none but a kernel, see ``pdl``.
     """
     count, (outputs, inputs) = len(rows), matrix.shape
     if count == 0:
@@ -453,12 +454,13 @@ def small_product(
         FLAGS=flags,
         GROUPS=groups,
         STATIC=groups == MADE and row_scales is not None,
+        **({} if whole else pdl.options(rows.device)),
         **launch,
     )
     if splits == 1:
         return target
     if not whole:
-        return SplitSums(target, None if groups else row_scales, matrix.scales, bias, dtype)
+        return SplitProduct(target, None if groups else row_scales, matrix.scales, bias, dtype)
     out = torch.empty((count, outputs), dtype=dtype, device=rows.device)
     add_parts[count, triton.cdiv(outputs, _ADD_BLOCK)](
         target,

@@ -10,8 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.float8 import Rounded
+from weft.kernels.triton import pdl
 from weft.kernels.triton.fp8 import codes_dtype, row_scale, to_e4m3
-from weft.kernels.triton.gemm import SplitSums, as_read, summed
+from weft.kernels.triton.gemm import SplitProduct, as_read, summed
 from weft.kernels.triton.launch import last_contiguous, power_of_2, warps
 
 _NUMBERS = 1024  # of one program: short rows, such as heads, are normalised several at once
@@ -98,12 +99,14 @@ def _add_norm(
     rows, stride, stride_residual, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, POST: tl.constexpr, ADD: tl.constexpr,
     NORM: tl.constexpr, ROUND: tl.constexpr, STATIC: tl.constexpr, PLUS_ONE: tl.constexpr,
-    SPLITS: tl.constexpr, FLAGS: tl.constexpr,
+    SPLITS: tl.constexpr, FLAGS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x: [rows, D], or the parts of a product; see ``gemm.summed``."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < D
+    pdl.wait(PDL)
+    pdl.launch_dependents(PDL)
     if SPLITS == 1:
         y = tl.load(x + row * stride + column, mask=mask, other=0.0).to(tl.float32)
     else:
@@ -149,13 +152,13 @@ def norm(
     return _launch(x, None, None, weight, kind, inputs, out)[0]
 
 
-def add(x: Tensor | SplitSums, residual: Tensor, post: Tensor | None, kind: NormKind) -> Tensor:
+def add(x: Tensor | SplitProduct, residual: Tensor, post: Tensor | None, kind: NormKind) -> Tensor:
     """Return x + residual [T, D]; with ``post`` [D] of the norm of x with that weight."""
     return _launch(x, residual, post, None, kind, "float")[1]
 
 
 def add_norm(
-    x: Tensor | SplitSums,
+    x: Tensor | SplitProduct,
     residual: Tensor,
     post: Tensor | None,
     weight: Tensor,
@@ -180,7 +183,7 @@ def for_norm(total: Tensor, inputs: str | Tensor) -> tuple[Tensor, Tensor | None
 
 
 def _launch(
-    x: Tensor | SplitSums,
+    x: Tensor | SplitProduct,
     residual: Tensor | None,
     post: Tensor | None,
     weight: Tensor | None,
@@ -212,6 +215,6 @@ def _launch(
             numbers.stride(-2), 0 if residual is None else residual.stride(0), kind.eps,
             **constants, D=size, BLOCK=block, POST=post is not None, ADD=residual is not None,
             NORM=weight is not None, ROUND=scales is not None, STATIC=isinstance(inputs, Tensor),
-            PLUS_ONE=kind.plus_one, num_warps=warps(block), num_stages=1,
+            PLUS_ONE=kind.plus_one, num_warps=warps(block), num_stages=1, **pdl.options(x.device),
         )  # fmt: skip
     return (out if scales is None else Rounded(out, scales)), total

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.triton.gemm import SplitSums, as_read, summed
+from weft.kernels.triton import pdl
+from weft.kernels.triton.gemm import SplitProduct, as_read, summed
 from weft.kernels.triton.kv_write import store_rows
 from weft.kernels.triton.launch import last_contiguous, power_of_2, warps
 from weft.kernels.triton.storage import as_bytes, is_scaled, scales_of
@@ -92,10 +93,12 @@ def _rotate(
     HEADS: tl.constexpr, ROTATED: tl.constexpr, OUT: tl.constexpr, KV_HEADS: tl.constexpr,
     D: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     NORM: tl.constexpr, PLUS_ONE: tl.constexpr, CACHED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    SCALED: tl.constexpr, SPLITS: tl.constexpr, FLAGS: tl.constexpr,
+    SCALED: tl.constexpr, SPLITS: tl.constexpr, FLAGS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x: [count, HEADS, D], or the parts of a product; see ``gemm.summed``."""
     token = tl.program_id(0).to(tl.int64)
+    pdl.wait(PDL)
+    pdl.launch_dependents(PDL)
     head = tl.program_id(1) * TILE + tl.arange(0, TILE)
     column = tl.arange(0, BLOCK)[None, :]
     partner = tl.where(column < R, column + R, tl.where(column < 2 * R, column - R, column))
@@ -165,7 +168,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate(
-    x: Tensor | SplitSums,
+    x: Tensor | SplitProduct,
     heads: int,
     kv_heads: int,
     cos: Tensor,
@@ -187,7 +190,7 @@ def rotate(
     Raises:
         ValueError: shapes do not fit.
     """
-    if isinstance(x, SplitSums):
+    if isinstance(x, SplitProduct):
         tokens, count = len(x.sums[0]), heads + 2 * kv_heads
         size = x.shape[1] // count
     else:
@@ -222,5 +225,6 @@ def rotate(
         CACHED=places is not None, BLOCK_SIZE=1 if places is None else places.block_size,
         SCALED=k_cache is not None and is_scaled(k_cache), **constants,
         num_warps=warps(tile * block), num_stages=1, enable_fp_fusion=False,
+        **pdl.options(out.device),
     )  # fmt: skip
     return out

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.triton.gemm import SplitSums, as_read, summed
+from weft.kernels.triton.gemm import SplitProduct, as_read, summed
 from weft.kernels.triton.launch import FLOATS, last_contiguous, power_of_2, warps
 
 
@@ -47,7 +47,7 @@ def _route(
     tl.store(experts + to, which.to(tl.int64), mask=place < TOP_K)
 
 
-def route(scores: Tensor | SplitSums, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+def route(scores: Tensor | SplitProduct, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
     """Return shares [T, K] float32 and ids [T, K] int64 of experts; see ``reference.route``.
 
     Of equal scores [T, E] the first is taken.
