@@ -113,13 +113,15 @@ def test_products_of_groups_are_those_of_float64(splits, inputs) -> None:
 
 @pytest.mark.parametrize("stored", [None, 0.03], ids=["token", "static"])
 @pytest.mark.parametrize("splits", [1, 3])
-def test_products_round_a_few_rows_themselves(stored, splits) -> None:
+@pytest.mark.parametrize("block_k", [64, 256])
+def test_products_round_a_few_rows_themselves(stored, splits, block_k) -> None:
+    """In groups of a step, but of no more inputs than the tensor cores add by themselves."""
     torch.manual_seed(splits)
-    made = make("fp8", torch.randn(24, 150), Fixed(32, 32, 64, splits))
+    made = make("fp8", torch.randn(24, 150), Fixed(32, 32, block_k, splits))
     made.inputs = "token" if stored is None else torch.tensor(stored)
     x = torch.randn(matrix.ROUNDED_WITHIN, 153).bfloat16()[:, :150]
     if stored is None:
-        rows = float8.round_groups(x, 64).widen()
+        rows = float8.round_groups(x, min(block_k, matrix.EXACT)).widen()
     else:
         rows = float8.round_rows(x, made.inputs).widen()
     truth = rows.double() @ made.dequantize().double().T

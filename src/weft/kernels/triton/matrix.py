@@ -422,7 +422,7 @@ def small_product(
     launch, groups = dict(matrix.launch(count)), 0
     if rounding is not None:
         groups, size = rounding
-        size = size or launch["BLOCK_K"]
+        size = size or min(EXACT, launch["BLOCK_K"])
         stages = launch["num_stages"] * launch["BLOCK_K"] // size  # as many bytes ahead
         launch |= {"BLOCK_K": size, "num_stages": min(max(2, stages), MOST_STAGES)}
     splits = launch["SPLITS"]
