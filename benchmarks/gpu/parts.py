@@ -128,6 +128,12 @@ PARTS = (
     ),
     part("lanes", 24, "lanes.py", HOSTED, needs="build"),
     part("overlap", 20, "overlap.py", HOSTED, needs="build"),
+    part(
+        "experts", 60, "experts.py",
+        "--device cpu --model tiny-moe --layers 2 --batches 1 --output 4 --quantize none",
+        needs="build",
+    ),
+    part("ranks", 45, "ranks.py --limit 40", "--device cpu --limit 25", needs="build"),
     part("transformers", 60, "transformers_decode.py", modules="transformers", asked=True),
     part("pack", 12, f"pack.py --out {OUT}", f"--out {OUT}"),
 )  # fmt: skip
