@@ -85,6 +85,27 @@ def test_equal_inputs_give_equal_plans(data):
     assert plans(world, arrivals, cancels) == plans(world, arrivals, cancels)
 
 
+@searching(300, **COMMON)
+@given(st.data())
+def test_stages_of_a_pipeline_compute_known_tokens_only(data):
+    """However many steps are in flight; and decodes are in no more of them than groups."""
+    world = data.draw(worlds(tight=data.draw(st.booleans())))
+    groups = data.draw(st.integers(1, 4))
+    limits = replace(world.limits, groups=groups, lease_steps=0)
+    world = replace(world, limits=limits, depth=data.draw(st.integers(groups - 1, groups + 1)))
+
+    def look(scheduler, _):
+        launched = scheduler._launched
+        for sequence, count in zip(launched[-1].sequences, launched[-1].counts, strict=True):
+            assert sequence.planned <= len(sequence.tokens)
+            decodes = count == 1 and sequence.planned > sequence.num_prompt
+            assert not decodes or len(launched) <= groups
+
+    arrivals, cancels = data.draw(traffic(world))
+    requests, inbox, _ = run(world, arrivals, cancels, make=watching(fcfs, look))
+    assert_answers(world, requests, inbox, ids(cancels), set())
+
+
 def test_lower_classes_do_not_take_the_blocks_that_come_back_for_a_higher_one():
     """Two batch requests took turns in being preempted for a third, which never ran again."""
     groups = (GroupSpec("full", 4, 15), GroupSpec("sliding", 4, 5, 10))
