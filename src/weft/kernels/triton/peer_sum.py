@@ -26,7 +26,7 @@ PART_BYTES = 4096  # of a message that a program publishes and sums
 MOST_RANKS = 8
 
 
-@triton.jit(do_not_specialize=["count", "rank", "flags_at"])
+@triton.jit(do_not_specialize=["rank", "flags_at"])
 def _publish(
     x, memories, epochs, count, rank, slot_bytes, flags_at,
     SIZE: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
@@ -36,14 +36,15 @@ def _publish(
     at = program * BLOCK + tl.arange(0, BLOCK)
     numbers = tl.load(x + at, mask=at < count)
     slot = tl.load(memories + rank) + (epoch % 2) * slot_bytes
-    tl.store(slot.to(tl.pointer_type(x.dtype.element_ty)) + at, numbers, mask=at < count)
+    slot = tl.multiple_of(slot.to(tl.pointer_type(x.dtype.element_ty)), 16)
+    tl.store(slot + at, numbers, mask=at < count)
     tl.debug_barrier()  # all threads have stored: what one releases now includes it
     for peer in tl.static_range(SIZE):
         flags = (tl.load(memories + peer) + flags_at).to(tl.pointer_type(tl.int64))
         tl.atomic_xchg(flags + rank * PROGRAMS + program, epoch + 1, sem="release", scope="sys")
 
 
-@triton.jit(do_not_specialize=["count", "rank", "flags_at"])
+@triton.jit(do_not_specialize=["rank", "flags_at"])
 def _sum(
     out, memories, epochs, stop, count, rank, slot_bytes, flags_at,
     SIZE: tl.constexpr, PEERS: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
@@ -67,7 +68,8 @@ def _sum(
     total = tl.zeros((BLOCK,), tl.float32)
     for peer in tl.static_range(SIZE):
         slot = (tl.load(memories + peer) + shift).to(tl.pointer_type(out.dtype.element_ty))
-        part = tl.load(slot + at, mask=at < count, cache_modifier=".cv").to(tl.float32)
+        slot = tl.multiple_of(slot, 16)
+        part = tl.load(slot + at, mask=at < count, cache_modifier=".cg").to(tl.float32)
         total = part if peer == 0 else total + part
     tl.store(out + at, total.to(out.dtype.element_ty), mask=at < count)
     tl.store(epochs + program, epoch + 1)
