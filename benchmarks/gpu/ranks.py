@@ -21,9 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from decode import Inbox
 from figures import figure
 
-from weft import LLM, SamplingParams
+from weft.core.config import EngineConfig
+from weft.core.plan import StepOutputs, Update
+from weft.core.types import Request, SamplingParams
+from weft.engine.driven import DrivenEngine
 from weft.exec.device import CudaDevice, Device, HostDevice
 from weft.kernels.collectives import in_order
 from weft.kernels.process_group import Group, Pipe
@@ -149,23 +153,39 @@ def in_processes(count: int, work: Callable[..., None], *given: Any, limit_s: fl
     return good
 
 
-def tokens_of(kind: str, **settings: int) -> list[tuple[int, ...]]:
+class Answers(Inbox):
+    """Keeps the tokens of each request, too."""
+
+    def __init__(self, requests: list[Request]) -> None:
+        super().__init__(requests)
+        self.tokens: dict[int, list[int]] = {request.id: [] for request in requests}
+
+    def publish(self, outputs: StepOutputs) -> None:
+        super().publish(outputs)
+        for update in (*(Update(*pair) for pair in outputs.tokens), *outputs.updates):
+            if update.error is not None:
+                raise update.error
+            if update.token is not None:
+                self.tokens[update.sequence_id].append(update.token)
+
+
+def tokens_of(kind: str, **settings: int) -> list[list[int]]:
     """What an engine in float32 generates for prompts of several lengths."""
-    prompts = [[7 + i, 11, 13] * (1 + 9 * i) for i in range(PROMPTS)]
-    greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    more = {"device": kind, "dtype": "float32", "kv_memory": "64MiB", "max_num_seqs": 8}
-    if kind == "cpu":
-        more["threads"] = 1
-    with LLM.in_process(**more, **settings) as llm:
+    greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, seed=0)
+    prompts = [(7 + i, 11, 13) * (1 + 9 * i) for i in range(PROMPTS)]
+    more: dict[str, Any] = {"threads": 1} if kind == "cpu" else {}
+    more |= {"device": kind, "dtype": "float32", "kv_memory": 2**26, "max_num_seqs": 8}
+    engine = DrivenEngine(EngineConfig(**more, **settings))
+    try:
+        answers = Answers([Request(i, prompt, greedy) for i, prompt in enumerate(prompts)])
         began = time.perf_counter()
-        results = llm.generate(prompts, greedy, progress=False)
+        engine.run(answers)
         took = time.perf_counter() - began
-    for result in results:
-        if result.error is not None:
-            raise result.error
+    finally:
+        engine.close()
     name = ", ".join(f"{key} {value}" for key, value in settings.items()) or "one process"
     figure(f"tokens a second with {name}", PROMPTS * TOKENS / took, "tok/s")
-    return [result.token_ids for result in results]
+    return list(answers.tokens.values())
 
 
 def main() -> int:

@@ -33,7 +33,6 @@ from weft.engine.model import (
 from weft.engine.prefix_disk import describe_disk
 from weft.engine.threads import plan_threads
 from weft.models.layout import num_parameters
-from weft.text.tokenizer import Tokenizer
 
 
 def collect_info(config: EngineConfig) -> dict[str, Any]:
@@ -105,6 +104,8 @@ def _scheduling_facts(config: EngineConfig, model: Model) -> dict[str, Any]:
 
 
 def _model_facts(config: EngineConfig, model: Model) -> dict[str, Any]:
+    from weft.text.tokenizer import Tokenizer  # machines that measure a GPU may lack what it needs
+
     spec = model.spec
     try:
         tokenizer = Tokenizer.load(Path(config.tokenizer or model.folder))
