@@ -172,6 +172,7 @@ class Answers(Inbox):
 def tokens_of(kind: str, **settings: int) -> list[list[int]]:
     """What an engine in float32 generates for prompts of several lengths."""
     greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, seed=0)
+    greedy = greedy.with_defaults({})
     prompts = [(7 + i, 11, 13) * (1 + 9 * i) for i in range(PROMPTS)]
     more: dict[str, Any] = {"threads": 1} if kind == "cpu" else {}
     more |= {"device": kind, "dtype": "float32", "kv_memory": 2**26, "max_num_seqs": 8}
