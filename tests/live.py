@@ -46,7 +46,8 @@ MODELLED = f"""
 sys.path.append({str(Path(__file__).parent)!r})
 import modelled_build
 from weft.engine.forkserver import IMPORTED
-sys.modules |= dict.fromkeys([*IMPORTED, "weft.exec.overlap"], modelled_build)
+stood_for = [*IMPORTED, "weft.engine.describe", "weft.exec.overlap"]
+sys.modules |= dict.fromkeys(stood_for, modelled_build)
 """
 
 

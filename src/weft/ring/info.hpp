@@ -18,5 +18,6 @@
   X(place_sent_bytes_1) X(place_sessions_1) X(place_up_2) X(place_blocks_2)                        \
   X(place_free_blocks_2) X(place_jobs_2) X(place_round_trip_us_2) X(place_sent_bytes_2)            \
   X(place_sessions_2) X(place_up_3) X(place_blocks_3) X(place_free_blocks_3) X(place_jobs_3)       \
-  X(place_round_trip_us_3) X(place_sent_bytes_3) X(place_sessions_3) X(resident_steps)
+  X(place_round_trip_us_3) X(place_sent_bytes_3) X(place_sessions_3) X(resident_steps) \
+  X(split_steps)
 #endif

@@ -75,6 +75,7 @@ class EngineInfo:
             attended to there, time from the submission of each to its result, bytes sent to it and
             connections. The last four since the start.
         resident_steps: of all steps, those that the resident loop computed; since the start.
+        split_steps: of all steps, those in two halves that overlap on a GPU; since the start.
     """
 
     ready: int = 0
@@ -163,6 +164,7 @@ class EngineInfo:
     place_sent_bytes_3: int = 0
     place_sessions_3: int = 0
     resident_steps: int = 0
+    split_steps: int = 0
 
     @property
     def targets(self) -> tuple[tuple[float | None, float | None], ...]:

@@ -49,6 +49,7 @@ OWN_METRICS: Mapping[str, tuple[str, str]] = {
     ),
     "engine_steps": ("counter", "Steps computed"),
     "resident_steps": ("counter", "Steps computed by the resident loop, without Python between"),
+    "split_steps": ("counter", "Steps computed in two halves that overlap on a GPU"),
     "slo_requests_refused": (
         "counter",
         "Requests refused, as their first token would come too late",

@@ -272,6 +272,7 @@ class RingProbe:
             "spec_decode_num_accepted_tokens": info.accepted_tokens,
             "engine_steps": info.steps,
             "resident_steps": info.resident_steps,
+            "split_steps": info.split_steps,
             "slo_requests_refused": info.refused,
             "slo_requests_demoted": info.demoted,
         }
