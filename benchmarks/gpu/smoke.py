@@ -29,6 +29,7 @@ from weft.kernels.triton.tuned import find_tuning, random_matrix
 from weft.kernels.triton.tuned_attention import Rows
 from weft.kernels.tuning import LaunchShape
 
+CODED = ("int4/128 in", "int8/64 in", "e2m1/32 in")  # codes, inputs of a scale, activations
 CLOSE = 0.02  # of the largest number of a result: bfloat16 keeps 8 bits, FP8 products sum in 14
 BLOCK = 16
 SETTINGS = [(0.0, 0.0, 1.0, 0.0), (0.8, 50.0, 0.9, 0.0), (1.0, 0.0, 0.95, 0.02)]
@@ -55,6 +56,19 @@ def check_products(device: torch.device, *, tiny: bool) -> None:
         plain = given.codes.float() * given.scales.unsqueeze(1)
         wanted = plain @ matrix.dequantize().t() + bias.float()
         apart(f"FP8 product, {rows} rows", linear(given, matrix, bias), wanted)
+
+
+def check_codes(device: torch.device, *, tiny: bool) -> None:
+    """Products with codes, which are unpacked by instructions that no interpreter knows."""
+    outputs, inputs = (64, 128) if tiny else (4608, 3584)
+    tuning = find_tuning("auto", device)
+    for kind in CODED:
+        shape = LaunchShape("gemm", f"{kind} bfloat16", (outputs, inputs))
+        matrix = random_matrix(shape, device, tuning)
+        for rows in (1, 33, 300):
+            given = torch.randn(rows, inputs, device=device, dtype=torch.bfloat16)
+            wanted = given.float() @ matrix.dequantize().t()
+            apart(f"{kind.split()[0]} product, {rows} rows", linear(given, matrix, None), wanted)
 
 
 def check_attention(device: torch.device, *, tiny: bool) -> None:
@@ -138,6 +152,7 @@ def check_steps(device: torch.device, *, tiny: bool) -> None:
 
 CHECKS: tuple[Callable[..., None], ...] = (
     check_products,
+    check_codes,
     check_attention,
     check_sampling,
     check_steps,
