@@ -20,7 +20,7 @@ import triton
 from checkpoints import CASES
 from served import DEVICE
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 from weft.core.plan import RowAdd
@@ -50,12 +50,24 @@ GPU = torch.device("meta")
 BLOCK_SIZE, ROWS, LENGTH = 16, 8, 112
 
 
+COPIES = ("aten.copy_.default", "aten.clone.default", "aten._to_copy.default")
+
+
 class OnlyOnTheDevice(TorchDispatchMode):
-    """No operation has tensors of the host and of the device; ``called`` are their names."""
+    """No operation has tensors of the host and of the device; ``called`` are their names.
+
+    And no kernel may begin while a copy before it runs, which programmatic launch does not allow.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.called: set[str] = set()
+        self.copied = False  # by what was ordered last
+
+    def launch(self, name: str, *, early: bool) -> None:
+        """Note the launch of a kernel, perhaps one that begins while the work before it ends."""
+        assert not (early and self.copied), f"{name} is launched programmatically behind a copy"
+        self.copied = False
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         found = function(*args, **(kwargs or {}))
@@ -63,6 +75,10 @@ class OnlyOnTheDevice(TorchDispatchMode):
         devices = {x.device.type for x in tensors if x.dim() or "copy" in str(function)}
         assert len(devices) < 2, f"{function} has tensors of the host and of the device"
         self.called.add(str(function))
+        if str(function) in COPIES:
+            self.copied = True
+        elif not function.is_view and "empty" not in str(function):
+            self.copied = False
         return found
 
 
@@ -76,7 +92,11 @@ def launches(monkeypatch) -> Iterator[list[str]]:
             assert all(isinstance(size, int) for size in grid)
             for x in (*args, *more.values()):
                 assert not isinstance(x, Tensor) or x.device == GPU, f"{kernel} gets {x.device}"
-            names.append(getattr(kernel, "fn", kernel).__name__)
+            name = getattr(kernel, "fn", kernel).__name__
+            names.append(name)
+            watching = _get_current_dispatch_mode()
+            if isinstance(watching, OnlyOnTheDevice):
+                watching.launch(name, early=more.get("launch_pdl", False))
 
         return launch
 
