@@ -131,7 +131,6 @@ class Counter:
         line = self.lines[name]
         line.launches += 1
         reads, writes = (names.split() for names in ROLES[name])
-        self._least = given.get("LEAST", self._least)
         line.read += sum(self._bytes(name, part, given) for part in reads)
         line.written += sum(self._bytes(name, part, given) for part in writes)
         line.operations += self._operations(name, given)
