@@ -69,6 +69,8 @@ ROLES = {
     "add_parts": ("parts row_scale scale bias residual", "out"),
     "_add_norm": ("x row_scale_of_x scale_of_x bias_of_x residual post weight", "total out scales"),
     "_rms_norm": ("x weight", "out"),
+    "coded_gemm": ("x w scale", "out"),  # it gets ``scale`` and ``out`` for what it has not
+    "_gather": ("ids w* scale*", "out"),
     "_rotate": ("x row_scale scale_of_x bias weight cos sin slot_mapping", "out k_cache* v_cache*"),
     "_act_mul": ("gate_up", "out"),
     "_act_mul_round": ("gate_up", "out scales"),
@@ -159,6 +161,8 @@ class Counter:
                 return batch * tensor[:1].numel() * tensor.itemsize
             case "_rotate":
                 return batch * given["KV_HEADS"] * tensor.shape[-1] * tensor.itemsize
+            case "_gather":
+                return batch * size_of(tensor) // given["N"]
             case "_grouped":
                 return round(size_of(tensor) * self._chosen(len(tensor)))
         if part in ("keys*", "values*"):
@@ -184,7 +188,7 @@ class Counter:
         return 1.0 - (1.0 - self._spec.moe.top_k / experts) ** self._case.batch
 
     def _operations(self, kernel: str, given: dict[str, Any]) -> int:
-        if kernel in ("gemm", "gated_gemm"):
+        if kernel in ("gemm", "gated_gemm", "coded_gemm"):
             halves = 2 if kernel == "gated_gemm" else 1
             return 2 * given["M"] * given["N"] * given["K"] * halves
         if kernel == "_grouped":

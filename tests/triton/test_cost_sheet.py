@@ -71,6 +71,20 @@ def test_mixtures_launch_what_they_have_to() -> None:
     assert launches(found) == step(48, A_LAYER | experts | {"gemm": 3}, "gemm")
 
 
+def test_codes_are_read_once() -> None:
+    """The head is not cut into parts; what is, is added by a kernel of its own."""
+    found = sheets("--model", "qwen2.5-7b", "--quantize", "int4", "--batch", 1, 128)
+    coded = {"coded_gemm": 4, "_act_mul": 1}
+    for rows, more in ((1, {"add_parts": 3}), (128, {})):
+        assert launches(found[rows]) == step(28, A_LAYER | coded | more, "coded_gemm")
+    layers = 28 * (4608 * 3584 + 3584 * 3584 + 3 * 3584 * 18944)
+    head = 152_064 * 3584
+    stored = (layers + head) / 2 + 2 * layers / 64 + 2 * head / 32  # and scales in bfloat16
+    read = found[1]["coded_gemm"]["read"]
+    assert stored < read < 1.002 * stored
+    assert found[128]["coded_gemm"]["operations"] == 2 * 128 * (layers + head)
+
+
 def test_the_head_and_the_layers_are_read_once(dense, monkeypatch) -> None:
     """The benchmark's bound is what a step has to read of the weights, and no embedding table."""
     monkeypatch.syspath_prepend(str(GPU))
