@@ -59,6 +59,18 @@ def test_rows_of_many_tokens_are_cudnns_and_all_others_are_not(is_flat: bool, fu
     assert len(attend._graphs) == 1
 
 
+def test_layers_share_their_list_of_splits() -> None:
+    case = make_case([(20, 0), (1, 30)], HALVES)
+    attend = PrefillByCudnn(Asking(), pretended_cudnn.module)
+    for _ in range(2):
+        case.run_in_place(attend, *(zeros_for_nan(c) for c in (case.k_cache, case.v_cache)))
+        (short,) = case.batch.derived.values()
+        lists = list(short.derived.values())
+    assert len(lists) == 1
+    case.run_in_place(attend, *(zeros_for_nan(c) for c in (case.k_cache, case.v_cache)))
+    assert next(iter(short.derived.values())) is lists[0]
+
+
 def zeros_for_nan(cache: torch.Tensor) -> torch.Tensor:
     """Engines start with zeros: cuDNN multiplies what it masks with 0."""
     return torch.nan_to_num(cache.clone())

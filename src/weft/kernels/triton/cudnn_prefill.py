@@ -93,7 +93,8 @@ class PrefillByCudnn:
         if min(batch.max_query_len or len(q), len(q)) <= few:
             return self._attend(q, k, v, k_cache, v_cache, batch, **given)
         check(q, k_cache, window, softcap)
-        short = replace(batch, max_query_len=few)
+        key = PrefillByCudnn, few  # kept, as every layer reads its list of splits
+        short = batch.derived.setdefault(key, replace(batch, max_query_len=few))
         few = plan_for(q, k_cache, few, self._tuning).few
         out = self._attend(q, k, v, k_cache, v_cache, short, **given)  # writes K and V as well
         return self._more(q, k_cache, v_cache, batch, few, scale, out)
