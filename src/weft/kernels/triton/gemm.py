@@ -24,7 +24,6 @@ from weft.kernels.triton.fp8 import from_bits, row_scale, to_e4m3
 GIVEN = 1  # rounded, with a scale for each group
 MADE = 2  # as floats, which the product rounds
 _GIVEN = tl.constexpr(GIVEN)
-_MADE = tl.constexpr(MADE)
 
 
 @triton.jit
