@@ -1,8 +1,9 @@
 """Launch configurations of kernels: from a file for one GPU, or by a rule. Torch-free.
 
 A file belongs to one device name and to the sources of the kernels that it was measured with; one
-for other sources or another device is refused, and so is a shape that it does not list. Nothing is
-tuned while requests are served, and nothing is kept in a home directory.
+for other sources or another device is refused, or if nobody has named it passed over with a
+warning. A shape that it does not list is refused. Nothing is tuned while requests are served, and
+nothing is kept in a home directory.
 """
 
 from __future__ import annotations
