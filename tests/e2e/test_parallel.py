@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from queue import SimpleQueue
@@ -310,6 +311,22 @@ def test_what_a_rank_said_before_it_ended_is_told():
         followers.check(within_s=10)
     followers.close()
     theirs.close()
+
+
+def test_both_sides_may_send_long_messages_at_once():
+    ours, theirs = (Channel(end) for end in socket.socketpair())
+    long = RankTokens(1, {1: tuple(range(500_000))})
+    sending = threading.Thread(target=ours.send, args=(long,), daemon=True)
+    sending.start()
+    theirs.send(long)
+    assert theirs.has_more()
+    assert theirs.receive(RankTokens) == long
+    sending.join(10)
+    assert ours.receive(RankTokens) == long
+    theirs.close()
+    with pytest.raises(OSError, match=r"."):
+        ours.send(long)
+    ours.close()
 
 
 def test_long_messages_cross_and_half_ones_do_not():

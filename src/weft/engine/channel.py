@@ -17,6 +17,7 @@ from weft.core.resolved import ResolvedConfig
 
 T = TypeVar("T")
 LENGTH_BYTES = 8
+TAKEN_BYTES = 2**20  # at a time, while a message is being sent
 
 
 class Channel:
@@ -24,13 +25,33 @@ class Channel:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
+        self._early = bytearray()  # has come while a message was being sent
 
     def send(self, message: object) -> None:
-        """Send a message. Raises OSError if the other side has closed its end."""
+        """Send a message. Raises OSError if the other side has closed its end.
+
+        Both sides may send at once: who has to wait for the other one takes what that sends.
+        """
         import msgspec  # few engines need it
 
         data = msgspec.msgpack.encode(message, enc_hook=_encode_error)
-        self._socket.sendall(len(data).to_bytes(LENGTH_BYTES, "little") + data)
+        left = memoryview(len(data).to_bytes(LENGTH_BYTES, "little") + data)
+        while left:
+            try:
+                left = left[self._socket.send(left, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                self._take()
+
+    def _take(self) -> None:
+        """Wait until something can be sent, or take what has come."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN | select.POLLOUT)
+        ((_, events),) = poll.poll()
+        if events & select.POLLIN:
+            some = self._socket.recv(TAKEN_BYTES)
+            if not some:
+                raise BrokenPipeError("the other side has closed its end")
+            self._early += some
 
     def receive(self, kind: type[T]) -> T | None:
         """Wait for a message; None if the other side has closed its end."""
@@ -47,12 +68,15 @@ class Channel:
 
     def has_more(self) -> bool:
         """Whether a message has come, or the end."""
+        if self._early:
+            return True
         readable, _, _ = select.select([self._socket], [], [], 0)
         return bool(readable)
 
     def _read(self, count: int) -> bytes:
         """So many bytes, or fewer at the end."""
-        found = bytearray()
+        found = self._early[:count]
+        del self._early[:count]
         while len(found) < count and (some := self._socket.recv(count - len(found))):
             found += some
         return bytes(found)
