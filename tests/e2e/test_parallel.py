@@ -33,7 +33,8 @@ from weft.core.plan import (
 from weft.engine.channel import Channel, RankTokens, Report, Step
 from weft.engine.info import collect_info, format_info
 from weft.engine.rank_follower import Follower
-from weft.engine.rank_leader import Followers, ParallelExecutor
+from weft.engine.rank_leader import Followers, ParallelExecutor, Ways
+from weft.kernels.collectives import ALONE, ONE_STAGE
 
 
 @pytest.fixture(scope="module")
@@ -311,6 +312,28 @@ def test_what_a_rank_said_before_it_ended_is_told():
         followers.check(within_s=10)
     followers.close()
     theirs.close()
+
+
+def test_a_rank_that_waits_for_one_that_has_ended_is_not_waited_for():
+    """As one that waits in NCCL: it neither answers nor ends."""
+    ends = [socket.socketpair() for _ in range(2)]
+    commands = (["sleep", "100"], ["sh", "-c", "sleep 0.2; exit 3"])
+    processes = [subprocess.Popen(command) for command in commands]
+    ends[1][1].close()  # as the process does that has it
+    followers = Followers(processes, [Channel(ours) for ours, _ in ends])
+    aborted = threading.Event()
+    ways = Ways(ALONE, ONE_STAGE, aborted.set)
+    threading.Thread(target=followers._watch, args=(ways,), daemon=True).start()
+    with pytest.raises(EngineDeadError):
+        followers.result(1)
+    assert aborted.wait(10)
+    with pytest.raises(EngineDeadError, match=r"Rank 2 ended while it was starting .*3"):
+        followers.wait()
+    with pytest.raises(EngineDeadError, match=r"Rank 2 of the engine ended: .*3"):
+        followers.fail(RuntimeError("nobody answers"))
+    assert processes[0].poll() == -signal.SIGKILL
+    followers.close()
+    ends[0][1].close()
 
 
 def test_both_sides_may_send_long_messages_at_once():

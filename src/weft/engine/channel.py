@@ -5,6 +5,7 @@ Decoding a message runs no code.
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 from dataclasses import dataclass
@@ -80,6 +81,11 @@ class Channel:
         while len(found) < count and (some := self._socket.recv(count - len(found))):
             found += some
         return bytes(found)
+
+    def end(self) -> None:
+        """Send nothing more, receive only what has come; ends waits of another thread."""
+        with contextlib.suppress(OSError):  # closed already
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._socket.close()

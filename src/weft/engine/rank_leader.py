@@ -48,6 +48,7 @@ class Followers:
     channels: list[Channel] = field(default_factory=list)
     closing: bool = False
     said: dict[int, str] = field(default_factory=dict)  # why ranks have ended
+    first: int = 0  # the rank that has ended first; 0 for none
 
     def start(self, config: EngineConfig, resolved: ResolvedConfig, device: str) -> Ways:
         """Start them, and meet them when they can load.
@@ -111,11 +112,14 @@ class Followers:
 
     def _wait_for(self, rank: int) -> None:
         report = self.channels[rank - 1].receive(Report)
+        if report is None and self.first not in (0, rank):
+            return self._wait_for(self.first)  # without which this one may wait forever
         if report is None:
             why = describe_exit(self.processes[rank - 1].wait())
             raise EngineDeadError(f"Rank {rank} ended while it was starting ({why}).")
         if report.error:
             raise getattr(errors, report.error, WeftError)(report.message)
+        return None
 
     def send(self, step: Step) -> None:
         """Send the next step to every rank. Raises OSError if one has ended."""
@@ -135,7 +139,9 @@ class Followers:
         """Raise EngineDeadError if a rank has ended, or does so in that time."""
         end = time.monotonic() + within_s
         while True:
-            for rank, process in enumerate(self.processes, 1):
+            ranks = sorted(range(1, len(self.processes) + 1), key=lambda rank: rank != self.first)
+            for rank in ranks:
+                process = self.processes[rank - 1]
                 if process.poll() is not None:
                     why = self._last_words(rank) or describe_exit(process.returncode)
                     raise EngineDeadError(f"Rank {rank} of the engine ended: {why}.")
@@ -181,15 +187,25 @@ class Followers:
         self.kill()
 
     def _watch(self, ways: Ways) -> None:
-        """End what waits for a rank that has ended; NCCL would not notice."""
+        """End what waits for a rank that has ended, and waits for others that do.
+
+        NCCL would not notice.
+        """
+        ended: list[int] = []
         descriptors = []
         with contextlib.suppress(ProcessLookupError):  # ended already
             descriptors += [os.pidfd_open(process.pid) for process in self.processes]
-            select.select(descriptors, [], [])
+            ended, _, _ = select.select(descriptors, [], [])
         for descriptor in descriptors:
             os.close(descriptor)
-        if not self.closing:
-            ways.abort()
+        if self.closing:
+            return
+        if ended:
+            self.first = descriptors.index(ended[0]) + 1
+        ways.abort()
+        for rank, channel in enumerate(self.channels, 1):
+            if rank != self.first:  # whose last words are still to be read
+                channel.end()
 
 
 class ParallelExecutor:
