@@ -23,6 +23,7 @@ from weft.exec import hosted_experts
 from weft.kernels.cpu import expert_server
 from weft.kernels.cpu.expert_server import ExpertServer
 from weft.kernels.ops import select_ops
+from weft.kernels.storage import Storage
 from weft.kernels.triton import hosted
 from weft.models.host_part import HostPart
 from weft.models.kept_weights import KeptWeights
@@ -231,6 +232,7 @@ REFUSED = [
     ({"host_experts": "0"}, "not '0'"),
     ({"host_experts": "4"}, "is 4, but the model has 3 layers with experts"),
     ({"host_experts": "all", "tensor_parallel": 2}, "tensor_parallel is 2"),
+    ({"host_experts": "all", "pipeline_parallel": 2}, "pipeline_parallel is 2"),
     ({"host_experts": "all", "kernels": "reference"}, "kernels is 'reference'"),
     (
         {"host_experts": "all", "scheduler": "load-aware", "host_kv_memory": 2**20},
@@ -259,6 +261,7 @@ def test_a_model_or_an_engine_without_two_places_is_refused(folders, monkeypatch
 
 FP8 = StoredWeights("fp8", 8, None, zeros=False)
 AWQ = StoredWeights("awq", 4, 32, zeros=True)
+MXFP4 = StoredWeights("mxfp4", 4, 32, zeros=False)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +269,8 @@ AWQ = StoredWeights("awq", 4, 32, zeros=True)
     [
         (FP8, "auto", "experts are stored as fp8.* does not compute; leave host_experts out"),
         (AWQ, "int8", r"quantised already \(awq int4, groups of 32\); leave host_quantize out"),
-        (AWQ, "auto", None),  # they become floats
+        (AWQ, "auto", None),
+        (MXFP4, "auto", None),
     ],
 )
 def test_quantised_checkpoints_are_taken_as_far_as_a_cpu_goes(
@@ -281,7 +285,13 @@ def test_quantised_checkpoints_are_taken_as_far_as_a_cpu_goes(
         return
     facts, part = host_experts.place_experts(config, *given)
     assert part is not None
-    assert facts.host_weight_bytes == 3 * 6 * 3 * 64 * 40 * 4
+    kept = {AWQ: Storage(4, 32, "float16", zeros=True), MXFP4: Storage(8, 32)}[stored]
+    each = kept.nbytes(80, 64, gated=True) + kept.nbytes(64, 40)
+    assert facts.host_weight_bytes == 3 * 6 * each
+    spec = given[0]
+    offloaded = host_experts.offloaded_model(config, spec, "float32", facts, part)
+    assert offloaded.kind == f"int{kept.bits}"
+    assert offloaded.expert_bytes == each
 
 
 def test_a_host_without_room_is_refused(folders, monkeypatch) -> None:

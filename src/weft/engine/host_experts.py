@@ -21,6 +21,7 @@ from weft.cost.hardware import HARDWARE, Hardware
 from weft.engine.threads import plan_threads
 from weft.kernels.interface import OpTable
 from weft.kernels.ops import select_ops
+from weft.kernels.storage import Storage, computed_as
 from weft.kernels.unavailable import KernelUnavailable
 from weft.models.host_part import HostPart, in_layers
 from weft.models.layout import parameters, storage_of, stored_as, weight_bytes
@@ -66,7 +67,12 @@ def place_experts(
         )
     host = _host_part(config, spec, dtype)
     each = weight_bytes(
-        spec, dtype, config.quantize, config.quantize_group, wanted=_of({layers[0]})
+        spec,
+        dtype,
+        config.quantize,
+        config.quantize_group,
+        computes=ops.computes,
+        wanted=_of({layers[0]}),
     )
     if config.host_experts == "all":
         count = len(layers)
@@ -84,7 +90,12 @@ def place_experts(
         return facts, None
     host = replace(host, layers=frozenset(layers[len(layers) - count :]))
     there = weight_bytes(
-        spec, dtype, config.expert_rounding, config.quantize_group, wanted=_of({layers[0]})
+        spec,
+        dtype,
+        config.expert_rounding,
+        config.quantize_group,
+        computes=host.ops.computes,
+        wanted=_of({layers[0]}),
     )
     device = facts.weight_bytes - count * each
     return replace(facts, weight_bytes=device, host_weight_bytes=count * there), host
@@ -123,15 +134,22 @@ def _host_part(config: EngineConfig, spec: ModelSpec, dtype: str) -> HostPart:
                 f"The checkpoint is quantised already ({stored}); leave host_quantize out.",
                 param="host_quantize",
             )
-        experts = next(p for p in parameters(spec) if p.name.endswith("expert_down"))
-        kept = stored_as(stored, experts)
-        if kept is not None and not ops.computes(kept):
+        kept = _as_stored(spec)
+        if kept is not None and computed_as(kept, ops.computes) is None:
             raise ConfigError(
                 f"The checkpoint's experts are stored as {kept}, with which a CPU does not "
                 "compute; leave host_experts out, or take a checkpoint in bfloat16.",
                 param="host_experts",
             )
     return HostPart(frozenset(), ops, rounding)
+
+
+def _as_stored(spec: ModelSpec) -> Storage | None:
+    """How the checkpoint has its experts, None for floats."""
+    if spec.stored_weights is None:
+        return None
+    experts = next(p for p in parameters(spec) if p.name.endswith("expert_down"))
+    return stored_as(spec.stored_weights, experts)
 
 
 def check_fits_host(facts: Facts, free: int) -> None:
@@ -156,6 +174,8 @@ def offloaded_model(
     )
     device_layers = sum(layer.moe for layer in spec.layers) - len(host.layers)
     storage = host.rounding("expert_down")
+    if storage is None and (stored := _as_stored(spec)) is not None:
+        storage = computed_as(stored, host.ops.computes)
     return OffloadedModel(
         layers=len(host.layers),
         device_layers=device_layers,
