@@ -16,6 +16,7 @@ from ranks import layers_of, load, on_ranks, on_stages
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, OutOfMemoryError
 from weft.core.resolved import Facts, GroupFacts, resolve
+from weft.exec.workspace import StepSizes, workspace_bytes
 from weft.kernels.collectives import ALONE, Collectives
 from weft.kernels.process_group import Pipe
 from weft.models.layout import parameters, weight_bytes
@@ -98,6 +99,19 @@ def test_stages_keep_the_groups_of_the_whole_model(folders) -> None:
         ]
         assert kept == list(group.layers)
     assert any(not group.layers for part in parts for group in part.kv_groups)
+
+
+def test_steps_of_a_stage_have_room_for_the_inputs_of_all_layers(folders) -> None:
+    """The first stage computes them, and others get those of the layers behind them as well."""
+    spec = read_spec(folders("gemma4"))
+    assert spec.per_layer_input_size
+    sizes = StepSizes(tokens=128, rows=4, samples=4, blocks=[8] * len(spec.kv_groups))
+    for part in (spec, *stages_of(spec, 2)):
+        without, given = (
+            workspace_bytes(one, 4, sizes, graphs=False)
+            for one in (replace(part, per_layer_input_size=0), part)
+        )
+        assert given - without == 2 * 4 * 128 * spec.num_layers * spec.per_layer_input_size
 
 
 def test_a_layer_stays_with_the_one_whose_kv_it_reads(folders) -> None:

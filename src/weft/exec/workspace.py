@@ -139,4 +139,4 @@ def _layer_width(spec: ModelSpec, number: int) -> int:
     width += 3 * layer.intermediate_size
     if layer.moe and spec.moe is not None:
         width += spec.moe.top_k * (3 * spec.moe.intermediate_size + 2 * hidden)
-    return width + spec.num_layers * spec.per_layer_input_size * 2
+    return width + spec.total_layers * spec.per_layer_input_size * 2
