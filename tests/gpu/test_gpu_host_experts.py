@@ -17,8 +17,10 @@ from weft.core.errors import ConfigError, HostWorkerError, OutOfMemoryError
 from weft.core.logs import NOTICES
 from weft.core.types import SamplingParams
 from weft.engine import host_experts
+from weft.engine.costs import profile_command, profile_key
 from weft.engine.info import collect_info, format_info
 from weft.engine.model import check_host_memory, find_model, resolve_settings
+from weft.engine.profiling import profiled_config
 from weft.exec import hosted_experts
 from weft.kernels.cpu import expert_server
 from weft.kernels.cpu.expert_server import ExpertServer
@@ -292,6 +294,30 @@ def test_quantised_checkpoints_are_taken_as_far_as_a_cpu_goes(
     offloaded = host_experts.offloaded_model(config, spec, "float32", facts, part)
     assert offloaded.kind == f"int{kept.bits}"
     assert offloaded.expert_bytes == each
+
+
+def test_profiles_are_of_the_experts_that_lie_on_the_host(folders) -> None:
+    keys = set()
+    for more in (
+        {},
+        {"host_experts": "1"},
+        {"host_experts": "all"},
+        {"host_experts": "all", "host_quantize": "int8"},
+        {"host_experts": "all", "threads": 2},
+    ):
+        config = config_of(folders["qwen3-moe"], **{"threads": 1, **more})
+        keys.add(profile_key(config, find_model(config)).kernels)
+    assert len(keys) == 5
+    config = config_of(folders["qwen3-moe"], host_experts="all", host_quantize="int8")
+    assert "--host-experts all --host-quantize int8" in profile_command(config)
+
+
+def test_a_profile_with_experts_on_the_host_is_of_whole_steps(monkeypatch) -> None:
+    monkeypatch.setattr("weft.engine.profiling.pick_device", lambda _: "cuda:0")
+    assert profiled_config({}).overlap == "on"
+    for wish in ("all", "auto"):
+        assert profiled_config({"host_experts": wish}).overlap == "auto"
+    assert profiled_config({"tensor_parallel": 2}).overlap == "auto"
 
 
 def test_a_host_without_room_is_refused(folders, monkeypatch) -> None:

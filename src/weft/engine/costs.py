@@ -22,7 +22,8 @@ logger = logging.getLogger("weft")
 # Settings on which a profile depends, beside the model.
 MEASURED_WITH = (
     "device", "dtype", "kernels", "threads", "quantize", "quantize_group", "kv_dtype",
-    "tensor_parallel", "host_kv_memory", "host_threads", "host_process",
+    "tensor_parallel", "host_kv_memory", "host_threads", "host_process", "host_experts",
+    "host_quantize",
 )  # fmt: skip
 LINK_BYTES_S = 12e9  # between device and host, as PCIe 3.0 with 16 lanes copies
 MEMORY_BYTES_S = 5e9  # from memory to memory, as a core of a server copies blocks
@@ -148,6 +149,12 @@ def profile_key(config: EngineConfig, model: Model) -> ProfileKey:
     kernels = model.ops.describe()
     if model.ops.tuning is not None:
         kernels["launches"] = model.ops.tuning.source
+    if model.host is not None:
+        threads = compute_threads(config, this_machine())
+        kernels["host_moe"] = (
+            f"{model.host.ops.names['moe']} of {len(model.host.layers)} layers, "
+            f"{config.expert_rounding}, {threads} threads"
+        )
     return ProfileKey(
         hardware=_hardware(config, model),
         model=config.model,

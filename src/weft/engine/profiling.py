@@ -30,7 +30,7 @@ def profiled_config(settings: Mapping[str, Any]) -> EngineConfig:
     """The settings of an engine to measure: one that attends on the host if they say how.
 
     Where it can, it overlaps sub-batches as well as it carries rows; and on a GPU it has steps in
-    halves, unless overlap is off.
+    halves, unless overlap is off or experts may lie on the host.
 
     Raises:
         ConfigError: they cannot be.
@@ -43,9 +43,9 @@ def profiled_config(settings: Mapping[str, Any]) -> EngineConfig:
         )
     if not (settings.get("host_threads") or settings.get("host_process")):
         config = EngineConfig.from_mapping(settings)
-        if config.overlap == "off" or is_cpu(pick_device(config.device)):
+        if config.overlap == "off" or config.host_experts != "none" or excludes_halves(config):
             return config
-        return config if excludes_halves(config) else replace(config, overlap="on")
+        return config if is_cpu(pick_device(config.device)) else replace(config, overlap="on")
     config = EngineConfig.from_mapping({"scheduler": "slo-piggyback", **settings})
     if "scheduler" in settings or config.tensor_parallel > 1 or config.attend:
         return config
