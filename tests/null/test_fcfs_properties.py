@@ -170,6 +170,24 @@ def test_drafts_are_taken_where_they_come_out_right():
     assert totals.steps < 28  # seven of them until it has shown that it pays
 
 
+def test_a_pipeline_waits_for_tokens_after_drafts_that_were_wrong():
+    """Its first stage does not know a token before it is told of it."""
+    groups = (GroupSpec("full", 4, 800),)
+    world = World(groups, Limits(8, 32, 150, groups=2), 2, vocab=2)
+
+    def look(scheduler, _):
+        for sequence in scheduler._launched[-1].sequences:
+            assert sequence.planned <= len(sequence.tokens)
+
+    sampling = SamplingParams(max_tokens=100, speculation=3)
+    prompts = [tuple((i >> bit) & 1 for bit in range(3)) * 3 for i in range(6)]
+    requests = [Request(i, prompt, sampling) for i, prompt in enumerate(prompts)]
+    requests, inbox, scheduler = run(world, {0: requests}, {}, make=watching(fcfs, look))
+    assert_answers(world, requests, inbox, set(), set())
+    totals = scheduler.totals
+    assert totals.drafted_tokens > totals.accepted_tokens
+
+
 def test_drafts_that_fail_become_rare():
     """Text in which runs repeat that are long enough for a draft, and go on differently."""
     drafter, tokens, drafted = NgramDrafter(8, start=50), [], []

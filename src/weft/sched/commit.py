@@ -14,10 +14,15 @@ from weft.sched.sequences import SequenceManager
 
 
 class Committer:
-    """Takes steps in, in the order in which they were planned."""
+    """Takes steps in, in the order in which they were planned.
 
-    def __init__(self, sequences: SequenceManager) -> None:
+    Args:
+        synchronous: whether each token is planned only when the one before it is on the host.
+    """
+
+    def __init__(self, sequences: SequenceManager, *, synchronous: bool = False) -> None:
         self._sequences = sequences
+        self._synchronous = synchronous
 
     def commit(self, step: Launched, result: StepResult, now_ns: int) -> StepOutputs:
         """Commit the oldest launched step and return its outputs."""
@@ -156,9 +161,9 @@ class Committer:
         if sequence.computed >= sequence.block_full_at and sequence not in due:
             due.append(sequence)
         assert sequence.drafter is not None
-        sequence.synchronous_from = sequence.known + sequence.drafter.learn(
-            len(draft), len(accepted)
-        )
+        rest = sequence.drafter.learn(len(draft), len(accepted))
+        if not self._synchronous:
+            sequence.synchronous_from = sequence.known + rest
 
     def _embed(self, result: StepResult, updates: list[Update], now_ns: int) -> None:
         """End sequences whose embedding is ready."""

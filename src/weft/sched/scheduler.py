@@ -138,7 +138,7 @@ class Scheduler:
         self.sequences = SequenceManager(memory.kv, limits.max_num_seqs)
         self.filler = Filler(memory, self._share if limits.groups else None)
         self.admission = Admission(self.sequences, memory, limits.max_num_batched_tokens)
-        self.committer = Committer(self.sequences)
+        self.committer = Committer(self.sequences, synchronous=bool(limits.groups))
         self.totals = self.sequences.totals
         self.halves: Halves | None = None
         self._priorities = {row.name: row.priority for row in policy.classes}
