@@ -91,7 +91,7 @@ def test_nobody_waits_for_a_rank_that_has_ended() -> None:
     alone = ranks_of(2)[0]
     x = torch.ones(10, device=where.NAME)
     alone.publish(x)
-    alone.stop.fill_(1)
+    alone.end_waits()
     assert alone.collect(x).shape == x.shape
 
 

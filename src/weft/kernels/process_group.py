@@ -98,7 +98,7 @@ class Group:
     def abort(self) -> None:
         """End what waits for ranks that have ended. For another thread."""
         if self._peers is not None:
-            self._peers.stop.fill_(1)
+            self._peers.end_waits()
         if self._aborts:
             self._group.abort()
 

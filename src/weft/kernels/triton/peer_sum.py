@@ -12,6 +12,7 @@ n + 1, which each did after it had read sum n.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from weft.kernels.triton.launch import power_of_2
 
 PART_BYTES = 4096  # of a message that a program publishes and sums
 MOST_RANKS = 8
+STOPS, STOP_S = 100, 1e-3  # how often ``stop`` is written, and the seconds between
 
 
 @triton.jit(do_not_specialize=["rank", "flags_at"])
@@ -115,6 +117,16 @@ class PeerSum:
         x = x.contiguous()
         self.publish(x)
         return self.collect(x)
+
+    def end_waits(self) -> None:
+        """Let nobody wait any more. For another thread than those that sum.
+
+        Programs read ``stop`` atomically, for which a GPU may write back what it has read: where
+        its link has no atomic operations, that undoes what the host has written meanwhile.
+        """
+        for _ in range(STOPS):
+            self.stop.fill_(1)
+            time.sleep(STOP_S)
 
     def publish(self, x: Tensor) -> None:
         """Let all ranks read a contiguous ``x``. Raises ValueError if it is too large."""
