@@ -202,10 +202,10 @@ class Followers:
             return
         if ended:
             self.first = descriptors.index(ended[0]) + 1
-        ways.abort()
         for rank, channel in enumerate(self.channels, 1):
             if rank != self.first:  # whose last words are still to be read
                 channel.end()
+        ways.abort()  # last, as a driver may take its time
 
 
 class ParallelExecutor:
