@@ -110,11 +110,12 @@ def triton_rows(target: int, *, first: bool) -> list[Row]:
 
 
 def summary(found: Iterable[ahead.Compiled], target: int) -> list[Row]:
-    """One row for all variants of a kernel."""
+    """One row for all variants of a kernel; those that tests define have none."""
     by_kernel: dict[tuple[str, str], list[ahead.Compiled]] = {}
     for each in found:
         by_kernel.setdefault((each.file, each.kernel), []).append(each)
     paths = sources()
+    by_kernel = {key: made for key, made in by_kernel.items() if key[0] in paths}
     return [
         Row(
             file=str(paths[file].relative_to(ROOT)),

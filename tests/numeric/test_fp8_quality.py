@@ -112,10 +112,10 @@ def test_groups_of_activations_cost_nothing(monkeypatch) -> None:
     monkeypatch.setattr(
         float8,
         "rounded_inputs",
-        lambda x, inputs: (
+        lambda x, inputs, group=None: (
             float8.round_groups(x, inputs).widen()
             if isinstance(inputs, int)
-            else by_token(x, inputs)
+            else by_token(x, inputs, group)
         ),
     )
     of_rows, decoder = perplexity("fp8", None, PART), model("fp8")

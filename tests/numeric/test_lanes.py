@@ -36,6 +36,7 @@ from weft.exec import host_attention
 from weft.exec.courier import Courier
 from weft.exec.graphs import GraphExecutor
 from weft.exec.lane_rows import LaneRows
+from weft.exec.scored_rows import ScoredRows
 from weft.exec.workspace import StepSizes, workspace_bytes
 from weft.models.decoder import Decoder
 
@@ -116,7 +117,7 @@ def starve(monkeypatch: pytest.MonkeyPatch, share: float, *, lanes_find_some: bo
     monkeypatch.setattr(GraphExecutor, "_fits", launched)
     for name in ("embed", "pre", "post", "finish", "logits"):
         starving(name, share / 4 if name in ("pre", "post") else share)  # one a layer
-    score = GraphExecutor._score
+    score = ScoredRows.order
 
     def scoring(self, packed):
         if not fed[0] and draw.random() < share:
@@ -124,7 +125,7 @@ def starve(monkeypatch: pytest.MonkeyPatch, share: float, *, lanes_find_some: bo
             raise MemoryError
         return score(self, packed)
 
-    monkeypatch.setattr(GraphExecutor, "_score", scoring)
+    monkeypatch.setattr(ScoredRows, "order", scoring)
     return ran_out
 
 

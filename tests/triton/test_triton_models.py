@@ -79,8 +79,8 @@ def test_weights_in_fp8_are_those_of_plain_torch(name, tmp_path, monkeypatch) ->
     monkeypatch.setattr(
         float8,
         "rounded_inputs",
-        lambda x, inputs: (
-            float8.round_groups(x, 32).widen() if inputs == "groups" else by_token(x, inputs)
+        lambda x, inputs, group=None: (
+            float8.round_groups(x, 32).widen() if inputs == "groups" else by_token(x, inputs, group)
         ),
     )
     for layer in rounded.layers:
@@ -110,8 +110,5 @@ def test_only_tests_run_them_on_a_cpu(monkeypatch) -> None:
     monkeypatch.setattr("weft.kernels.triton.launch.interpreted", lambda: False)
     with pytest.raises(KernelUnavailable, match="TRITON_INTERPRET"):
         select_ops("cpu", "float32", "triton")
-    for device, kernels in (("meta", "triton"), ("cuda", "cpu")):
-        with pytest.raises(
-            KernelUnavailable, match=f"kernels='{kernels}' has no kernel for device"
-        ):
-            select_ops(device, "float32", kernels)
+    with pytest.raises(KernelUnavailable, match="kernels='cpu' has no kernel for device"):
+        select_ops("cuda", "float32", "cpu")

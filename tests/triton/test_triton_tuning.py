@@ -365,11 +365,11 @@ def test_every_way_to_attention_has_the_file(tmp_path, monkeypatch) -> None:
     nothing, some = Pinned(tmp_path / "gpu.json", GPU, {}), case()
     monkeypatch.setattr(tuned, "find_tuning", lambda *_: nothing)
     ops = select_ops("cpu", "float32", "triton")
-    with pytest.raises(KernelUnavailable, match="no tuned launch for attention_decode"):
+    with pytest.raises(KernelUnavailable, match="no tuned launch for attention_"):
         some.run(ops.paged_attention)
     assert ops.fused is not None
     stack = ops.fused.stack(StackParts(torch.zeros(8, 16), 1.0, torch.ones(16), 1e-5, False))
-    with pytest.raises(KernelUnavailable, match="no tuned launch for attention_decode"):
+    with pytest.raises(KernelUnavailable, match="no tuned launch for attention_"):
         some.run(stack._attention)
 
 
