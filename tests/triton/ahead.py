@@ -67,7 +67,7 @@ def compiled(
     command += arguments
 
     def make(target: Path) -> None:
-        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")}
         with tempfile.TemporaryDirectory() as cache:
             environment["TRITON_CACHE_DIR"] = cache
             done = subprocess.run(command, env=environment, capture_output=True, text=True)

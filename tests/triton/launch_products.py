@@ -56,6 +56,8 @@ def gemm(kind: str, rows: int, tuning: Heuristic) -> None:
     made = of_size(kind, (OUTPUTS, INPUTS), tuning, "qkv")
     x, bias = torch.ones(rows, INPUTS, dtype=made.dtype), torch.ones(OUTPUTS, dtype=made.dtype)
     matrix.linear(x, made, bias, torch.ones(rows, OUTPUTS, dtype=made.dtype))
+    if isinstance(made, CodedMatrix):
+        coded.gather(made, torch.zeros(rows, dtype=torch.int64))
 
 
 def mlp(kind: str, rows: int, tuning: Heuristic) -> None:

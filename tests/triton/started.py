@@ -14,6 +14,7 @@ from typing import Any
 
 
 def main(name: str, settings: str, python: str = sys.executable) -> None:
+    import torch
     import triton
     from triton.runtime.jit import JITFunction
 
@@ -25,6 +26,8 @@ def main(name: str, settings: str, python: str = sys.executable) -> None:
 
     def load_model(source: Path, kept: Any, **more: Any) -> Any:
         assert kept is None
+        assert more.pop("host") is None
+        assert more.pop("layers") is None
         return empty_model(source, **more)
 
     gpu = target_of(name)
@@ -35,6 +38,7 @@ def main(name: str, settings: str, python: str = sys.executable) -> None:
     kernels_ahead.sys.executable = python
     model.pick_device = lambda *_: model.ABSENT
     model.free_memory = lambda _: gpu.memory_bytes
+    torch.cuda.get_device_name = lambda *_: gpu.name
     build.load_model = load_model
     engine = build.build_engine(EngineConfig.from_mapping(json.loads(settings)))
     print(json.dumps([engine.started, engine.start_s]))

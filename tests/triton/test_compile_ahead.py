@@ -73,7 +73,7 @@ def a_kernel(folder: Path, name: str = "gemm") -> Path:
 def started(folder: Path, *more: str) -> str:
     """What an engine says of its start; Triton looks for each kernel that it launches."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    settings = SETTINGS | {"kernel_cache": str(folder), "packed_cache": 0, "overlap": "off"}
+    settings = SETTINGS | {"kernel_cache": str(folder), "packed_cache": 0}
     command = [sys.executable, str(STARTED), "h100", json.dumps(settings), *more]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

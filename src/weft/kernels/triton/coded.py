@@ -33,7 +33,7 @@ from weft.kernels.triton.unpack import (
 Operand: TypeAlias = tl.dtype
 
 _ADD_BLOCK = 1024  # outputs that a program of ``add_parts`` takes
-_PIECES = 8  # groups that a program of ``_round_groups`` and ``_gather`` takes
+_PIECES = 8  # groups that a program of ``_round_groups`` and ``_gather_rows`` takes
 _TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _TILE = tl.constexpr(TILE)
 
@@ -278,7 +278,7 @@ def _round_groups(
 
 
 @triton.jit
-def _gather(
+def _gather_rows(
     ids,
     w,
     scale,
@@ -434,7 +434,7 @@ def gather(matrix: CodedMatrix, outputs: Tensor) -> Tensor:
     _, code, codes = operand_of(matrix, outputs.device)
     pieces = form.pieces(inputs)
     block = min(_PIECES, power_of_2(pieces))
-    _gather[(len(outputs), triton.cdiv(pieces, block))](
+    _gather_rows[(len(outputs), triton.cdiv(pieces, block))](
         outputs,
         codes,
         matrix.scales,
