@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import psutil
 
-from live import command_of
+from live import START_S, Server, command_of, eventually
 from weft import SamplingParams
 
 SMALL = {"dtype": "float32", "threads": 1, "kv_memory": "32MiB", "max_num_seqs": 8}
@@ -24,3 +24,24 @@ KINDS = {
 def ranks(of: psutil.Process | None = None) -> list[psutil.Process]:
     children = (of or psutil.Process()).children(recursive=True)
     return [child for child in children if "".join(command_of(child)[:1]).startswith("weft-rank")]
+
+
+def check_a_stream_outlives_rank_1(server: Server) -> None:
+    """Kill the other one of two ranks within a stream, which goes on with the same text."""
+    client = server.client()
+
+    def ask():
+        return client.completions.create(
+            model="builtin", prompt="def f(", max_tokens=150, temperature=0, stream=True,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+
+    expected = "".join(chunk.choices[0].text for chunk in ask())
+    parts = []
+    for number, chunk in enumerate(ask()):
+        parts.append(chunk.choices[0].text)
+        if number == 3:
+            (rank,) = ranks(psutil.Process(server.process.pid))
+            rank.kill()
+    assert "".join(parts) == expected
+    eventually(lambda: server.metrics("weft:engine_restarts_total") == [1], START_S)

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from asked import GREEDY, KINDS, PROMPTS, SMALL, ranks
+from asked import GREEDY, KINDS, PROMPTS, SMALL, check_a_stream_outlives_rank_1, ranks
 from live import START_S, command_of, eventually, lives, serving
 from weft import LLM, SamplingParams
 from weft.core.config import EngineConfig
@@ -169,23 +169,7 @@ def test_a_failure_at_the_start_is_that_of_the_rank_that_ended():
 def test_a_server_goes_on_after_a_rank_has_died(tmp_path):
     arguments = ["--tensor-parallel", "2", "--dtype", "float32"]
     with serving(tmp_path, *arguments) as server:
-        client = server.client()
-
-        def ask():
-            return client.completions.create(
-                model="builtin", prompt="def f(", max_tokens=150, temperature=0, stream=True,
-                extra_body={"ignore_eos": True},
-            )  # fmt: skip
-
-        expected = "".join(chunk.choices[0].text for chunk in ask())
-        parts = []
-        for number, chunk in enumerate(ask()):
-            parts.append(chunk.choices[0].text)
-            if number == 3:
-                (rank,) = ranks(psutil.Process(server.process.pid))
-                rank.kill()
-        assert "".join(parts) == expected
-        eventually(lambda: server.metrics("weft:engine_restarts_total") == [1], START_S)
+        check_a_stream_outlives_rank_1(server)
         (rank,) = ranks(psutil.Process(server.process.pid))
         server.children()["weft-engine"].kill()
         eventually(lambda: not lives(rank), START_S)

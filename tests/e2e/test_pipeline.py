@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
-import psutil
 import pytest
 
-from asked import GREEDY, KINDS, PROMPTS, SMALL, ranks
-from live import START_S, command_of, eventually, serving
+from asked import GREEDY, KINDS, PROMPTS, SMALL, check_a_stream_outlives_rank_1, ranks
+from live import command_of, serving
 from weft import LLM, SamplingParams
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, EngineDeadError, NonFiniteLogitsError
@@ -131,23 +130,7 @@ def test_a_stage_that_dies_ends_the_engine(victim):
 def test_a_server_goes_on_after_a_stage_has_died(tmp_path):
     arguments = ["--pipeline-parallel", "2", "--dtype", "float32"]
     with serving(tmp_path, *arguments) as server:
-        client = server.client()
-
-        def ask():
-            return client.completions.create(
-                model="builtin", prompt="def f(", max_tokens=150, temperature=0, stream=True,
-                extra_body={"ignore_eos": True},
-            )  # fmt: skip
-
-        expected = "".join(chunk.choices[0].text for chunk in ask())
-        parts = []
-        for number, chunk in enumerate(ask()):
-            parts.append(chunk.choices[0].text)
-            if number == 3:
-                (rank,) = ranks(psutil.Process(server.process.pid))
-                rank.kill()
-        assert "".join(parts) == expected
-        eventually(lambda: server.metrics("weft:engine_restarts_total") == [1], START_S)
+        check_a_stream_outlives_rank_1(server)
     assert "Rank 1 of the engine ended: signal SIGKILL" in server.errors.read_text()
 
 

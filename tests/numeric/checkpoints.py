@@ -6,9 +6,11 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor, nn
@@ -398,6 +400,11 @@ def save(model: Any, folder: Path, **options: Any) -> Path:
     """Write a reference model as a checkpoint folder."""
     model.save_pretrained(folder, **options)
     return folder
+
+
+def saved_once(factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return what gives the folder of a reference model by its name, and makes each only once."""
+    return cache(lambda name: save(build(name), factory.mktemp(name)))
 
 
 def save_with_tokenizer(model: Any, folder: Path) -> Path:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from checkpoints import CASES, build, prompt, save
+from checkpoints import CASES, prompt, save, saved_once
 from paged import PagedRunner
 from ranks import greedy, load, on_ranks, tokens_of_processes
 from test_models_quant import FORMATS, drawn, formula, rewritten
@@ -75,14 +75,7 @@ def test_gathered_columns_are_in_the_order_of_ranks(tmp_path) -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    made: dict[str, Path] = {}
-
-    def folder(name: str) -> Path:
-        if name not in made:
-            made[name] = save(build(name), tmp_path_factory.mktemp(name))
-        return made[name]
-
-    return folder
+    return saved_once(tmp_path_factory)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import CASES, build, prompt, save
+from checkpoints import CASES, prompt, saved_once
 from paged import PagedRunner
 from ranks import layers_of, load, on_ranks, on_stages
 
@@ -31,14 +31,7 @@ ONE_OF_EACH = ["gemma3", "gemma4", "llama-tied-biases", "phi3-plain", "qwen3-moe
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    made: dict[str, Path] = {}
-
-    def folder(name: str) -> Path:
-        if name not in made:
-            made[name] = save(build(name), tmp_path_factory.mktemp(name))
-        return made[name]
-
-    return folder
+    return saved_once(tmp_path_factory)
 
 
 def in_bytes(part: ModelSpec) -> int:

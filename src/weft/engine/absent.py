@@ -1,4 +1,4 @@
-"""What an engine launches when it captures its steps, found out without its GPU or its weights."""
+"""The launches of an engine that captures its steps, found without its GPU or its weights."""
 
 from __future__ import annotations
 

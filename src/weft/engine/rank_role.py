@@ -1,4 +1,4 @@
-"""What each rank does beside computing its part, and plans for those that choose no tokens."""
+"""The role of each rank beside computing its part, and plans for those that choose no tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a graph executor is set up for: the sizes and kinds of its steps."""
+"""The set-up of a graph executor: the sizes and kinds of its steps."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from weft.kernels.arrays import Array, to_torch
-from weft.kernels.storage import Storage
+from weft.kernels.storage import Storage, end_of_rows
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of E4M3
@@ -208,10 +208,7 @@ class Float8:
         Raises:
             ValueError: the rows do not fit, or have numbers that are not finite.
         """
-        outputs, inputs = self.shape
-        stop = first + rows.shape[0]
-        if rows.shape[1] != inputs or not 0 <= first <= stop <= outputs:
-            raise ValueError(f"rows {list(rows.shape)} from {first} do not fit {list(self.shape)}")
+        stop = end_of_rows(self.shape, first, rows)
         if isinstance(rows, Float8):
             values, scales = rows.values, rows.scales
             if isinstance(self.inputs, Tensor) and isinstance(rows.inputs, Tensor):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weft.kernels.arrays import Array
 
 PANEL = 64  # outputs that are packed together, see quant.hpp
 GATED_PANEL = 32  # of each half of a gated matrix
@@ -92,3 +96,16 @@ def computed_as(storage: Storage, computes: Callable[[Storage], bool]) -> Storag
         return storage
     integers = Storage(8, storage.group)  # the same numbers, see ``Float4.integers``
     return integers if storage.format == "e2m1" and computes(integers) else None
+
+
+def end_of_rows(shape: Sequence[int], first: int, rows: Array) -> int:
+    """Return where rows [n, K] end that are written to a matrix [N, K] from ``first`` on.
+
+    Raises:
+        ValueError: they do not fit.
+    """
+    outputs, inputs = shape
+    stop = first + int(rows.shape[0])
+    if rows.shape[1] != inputs or not 0 <= first <= stop <= outputs:
+        raise ValueError(f"rows {list(rows.shape)} from {first} do not fit {list(shape)}")
+    return stop

@@ -27,7 +27,7 @@ from weft.kernels.arrays import (
 )
 from weft.kernels.cpu import _native
 from weft.kernels.quantized import Quantized
-from weft.kernels.storage import GATED, MULTIPLIED, PackedForm, Storage
+from weft.kernels.storage import GATED, MULTIPLIED, PackedForm, Storage, end_of_rows
 
 FORMATS = {0: "float32", 1: "bfloat16", 2: "int8", 3: "int4"}  # by `Format` in panel.hpp
 ACTIVATIONS = ("float32", "bfloat16")  # names of the types of what is multiplied
@@ -144,10 +144,7 @@ class CpuMatrix:
         Raises:
             ValueError: the rows do not fit, or have numbers that are not finite.
         """
-        outputs, inputs = self.shape
-        count = rows.shape[0]
-        if rows.shape[1] != inputs or not 0 <= first <= first + count <= outputs:
-            raise ValueError(f"rows {list(rows.shape)} from {first} do not fit {list(self.shape)}")
+        count = end_of_rows(self.shape, first, rows) - first
         if isinstance(rows, Quantized):
             scales = rows.scales
             if rows.storage.group is None:

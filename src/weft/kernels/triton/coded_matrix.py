@@ -10,7 +10,7 @@ from weft.kernels.codes import CodeForm
 from weft.kernels.float4 import BIAS, TWICE, Float4
 from weft.kernels.float8 import E4M3, Float8
 from weft.kernels.quantized import Quantized
-from weft.kernels.storage import PANEL, Storage
+from weft.kernels.storage import PANEL, Storage, end_of_rows
 from weft.kernels.tuning import Launch, LaunchShape, Tuning
 
 TILE = PANEL  # outputs whose codes lie together
@@ -123,10 +123,7 @@ class CodedMatrix:
         Raises:
             ValueError: the rows do not fit, or have numbers that are not finite.
         """
-        outputs, inputs = self.shape
-        stop = first + rows.shape[0]
-        if rows.shape[1] != inputs or not 0 <= first <= stop <= outputs:
-            raise ValueError(f"rows {list(rows.shape)} from {first} do not fit {list(self.shape)}")
+        stop = end_of_rows(self.shape, first, rows)
         values, scales, zeros = self._parts(rows)
         at = torch.arange(first, stop, device=self.codes.device)
         packed = _packed(values.to(self.codes.device), self.form)

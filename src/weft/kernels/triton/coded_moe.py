@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.triton.activation import activated
 from weft.kernels.triton.coded import (
     activations,
     operand_of,
@@ -20,6 +19,7 @@ from weft.kernels.triton.coded import (
     zero_points,
 )
 from weft.kernels.triton.coded_matrix import TILE, CodedMatrix
+from weft.kernels.triton.expert_pairs import read_pairs, write_pairs
 from weft.kernels.triton.launch import last_contiguous
 from weft.kernels.tuning import Launch
 
@@ -71,10 +71,7 @@ def grouped_codes(
     expert = tl.load(experts + block)
     if expert < 0:
         return
-    place = tl.load(firsts + block) + tl.arange(0, BLOCK_M)
-    m_in = place < tl.load(starts + expert + 1)
-    pair = tl.load(order + place, mask=m_in, other=0)
-    row = pair // TOP_K if GATED else place.to(tl.int64)
+    place, m_in, pair, row = read_pairs(order, starts, firsts, block, expert, TOP_K, BLOCK_M, GATED)
     n = outputs * BLOCK_N + tl.arange(0, BLOCK_N)
     n_in = n < N
     ALL: tl.constexpr = 2 * N if GATED else N
@@ -122,14 +119,7 @@ def grouped_codes(
         w_at += EACH * _TILE * INPUTS
         up_at += EACH * _TILE * INPUTS
         x_at += EACH * GROUP
-    if GATED:
-        acc = activated(acc, GELU) * up
-        to = place.to(tl.int64)
-    else:
-        acc *= tl.load(share + pair, mask=m_in, other=0.0)[None, :]
-        to = pair
-    here = n_in[:, None] & m_in[None, :]
-    tl.store(out + to[None, :] * N + n[:, None], acc.to(out.dtype.element_ty), mask=here)
+    write_pairs(out, share, acc, up, place, pair, m_in, n, n_in, N, GATED, GELU)
 
 
 def multiply(

@@ -12,7 +12,7 @@ from weft.kernels.triton import pdl
 from weft.kernels.triton.activation import ACTIVATIONS, activated
 from weft.kernels.triton.fp8 import codes_dtype, row_scale, to_e4m3
 from weft.kernels.triton.gemm import finish, operand
-from weft.kernels.triton.matrix import EXACT, TritonMatrix, operand_of, rows_for, weight_of
+from weft.kernels.triton.matrix import TritonMatrix, arithmetic, rows_for, weight_of
 from weft.kernels.tuning import GATED
 
 GROUP = 64  # numbers of a row that share a scale: what programs of most launches compute of it
@@ -130,13 +130,13 @@ def gated_product(
     if group:
         shape = count, triton.cdiv(size, group)
         scales = torch.empty(shape, dtype=torch.float32, device=rows.device)
-    operand_type, bits = operand_of(matrix, rows.device)
+    options = arithmetic(matrix, launch, rows.device)
     parts = (factors, matrix.scales, bias)
     if count:
         blocks = triton.cdiv(count, launch["BLOCK_M"]) * triton.cdiv(size, launch["BLOCK_N"])
         gated_gemm[(blocks,)](
             rows,
-            weight_of(matrix, bits),
+            weight_of(matrix, options["BITS"]),
             *parts,
             inputs if isinstance(inputs, Tensor) else None,
             out,
@@ -145,14 +145,11 @@ def gated_product(
             rows.stride(0),
             N=size,
             K=width,
-            OPERAND=operand_type,
-            BITS=bits,
-            PRECISION="ieee" if matrix.dtype == torch.float32 else "tf32",
-            EXACT=min(EXACT, launch["BLOCK_K"]) if operand_type == tl.float8e4nv else None,
             FLAGS=sum(1 << place for place, part in enumerate(parts) if part is not None),
             GELU=activation == "gelu_tanh",
             ROUND=group,
             STATIC=isinstance(inputs, Tensor),
+            **options,
             **pdl.options(rows.device),
             **launch,
         )

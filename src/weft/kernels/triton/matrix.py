@@ -9,8 +9,9 @@ inputs are ``coded.py``'s, whatever the rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -22,7 +23,7 @@ from weft.kernels.codes import CodeForm
 from weft.kernels.float8 import E4M3, Float8, Rounded
 from weft.kernels.quantized import Quantized
 from weft.kernels.reference import on_device
-from weft.kernels.storage import MULTIPLIED, Storage
+from weft.kernels.storage import MULTIPLIED, Storage, end_of_rows
 from weft.kernels.triton import coded, pdl
 from weft.kernels.triton.coded_matrix import CodedMatrix
 from weft.kernels.triton.device import (
@@ -138,10 +139,7 @@ class TritonMatrix:
             Float8(self.values, self.scales, self.inputs).write(first, rows)
             return
         assert not isinstance(rows, Float8)
-        outputs, inputs = self.shape
-        stop = first + rows.shape[0]
-        if rows.shape[1] != inputs or not 0 <= first <= stop <= outputs:
-            raise ValueError(f"rows {list(rows.shape)} from {first} do not fit {list(self.shape)}")
+        stop = end_of_rows(self.shape, first, rows)
         values, scales = _int8(rows)
         self.values[first:stop] = values.to(self.values.device)
         self.scales[first:stop] = scales.to(self.scales.device)
@@ -326,6 +324,19 @@ def operand_of(matrix: TritonMatrix, device: torch.device) -> tuple[object, bool
     return (tl.bfloat16 if matrix.rounds else FLOATS[matrix.dtype]), fp8
 
 
+def arithmetic(
+    matrix: TritonMatrix, launch: Mapping[str, Any], device: torch.device
+) -> dict[str, Any]:
+    """Return the constants of a product's kernel that say how it multiplies; see ``gemm.gemm``."""
+    operand, bits = operand_of(matrix, device)
+    return {
+        "OPERAND": operand,
+        "BITS": bits,
+        "PRECISION": "ieee" if matrix.dtype == torch.float32 else "tf32",
+        "EXACT": min(EXACT, launch["BLOCK_K"]) if operand == tl.float8e4nv else None,
+    }
+
+
 def weight_of(matrix: TritonMatrix, bits: bool) -> Tensor:
     """Return the values as a kernel gets them, E4M3 as its bits if it is to read those."""
     return matrix.values.view(torch.uint8) if bits else matrix.values
@@ -426,7 +437,7 @@ def small_product(
         stages = launch["num_stages"] * launch["BLOCK_K"] // size  # as many bytes ahead
         launch |= {"BLOCK_K": size, "num_stages": min(max(2, stages), MOST_STAGES)}
     splits = launch["SPLITS"]
-    operand, bits = operand_of(matrix, rows.device)
+    options = arithmetic(matrix, launch, rows.device)
     parts = (row_scales, matrix.scales, bias, residual)
     flags = sum(1 << place for place, part in enumerate(parts) if part is not None)
     flags &= ~1 if groups else ~0  # which a step multiplies with
@@ -439,7 +450,7 @@ def small_product(
     grid = (triton.cdiv(count, launch["BLOCK_M"]) * triton.cdiv(outputs, launch["BLOCK_N"]), splits)
     gemm[grid](
         rows,
-        weight_of(matrix, bits),
+        weight_of(matrix, options["BITS"]),
         *parts,
         target,
         count,
@@ -447,13 +458,10 @@ def small_product(
         stride,
         N=outputs,
         K=inputs,
-        OPERAND=operand,
-        BITS=bits,
-        PRECISION="ieee" if matrix.dtype == torch.float32 else "tf32",
-        EXACT=min(EXACT, launch["BLOCK_K"]) if operand == tl.float8e4nv else None,
         FLAGS=flags,
         GROUPS=groups,
         STATIC=groups == MADE and row_scales is not None,
+        **options,
         **({} if whole else pdl.options(rows.device)),
         **launch,
     )

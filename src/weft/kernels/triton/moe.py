@@ -15,13 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.float8 import Rounded
-from weft.kernels.triton.activation import ACTIVATIONS, activated
+from weft.kernels.triton.activation import ACTIVATIONS
 from weft.kernels.triton.coded_matrix import CodedMatrix
 from weft.kernels.triton.coded_moe import multiply
+from weft.kernels.triton.expert_pairs import read_pairs, write_pairs
 from weft.kernels.triton.fp8 import round_rows
 from weft.kernels.triton.gemm import operand
 from weft.kernels.triton.launch import power_of_2
-from weft.kernels.triton.matrix import EXACT, TritonMatrix, operand_of, weight_of
+from weft.kernels.triton.matrix import TritonMatrix, arithmetic, weight_of
 from weft.kernels.tuning import Launch
 
 _COMBINE_BLOCK = 1024  # outputs that a program of ``_combine`` takes
@@ -94,10 +95,7 @@ def _grouped(
     expert = tl.load(experts + block)
     if expert < 0:
         return
-    place = tl.load(firsts + block) + tl.arange(0, BLOCK_M)
-    m_in = place < tl.load(starts + expert + 1)
-    pair = tl.load(order + place, mask=m_in, other=0)
-    row = pair // TOP_K if GATED else place.to(tl.int64)
+    place, m_in, pair, row = read_pairs(order, starts, firsts, block, expert, TOP_K, BLOCK_M, GATED)
     n = outputs * BLOCK_N + tl.arange(0, BLOCK_N)
     n_in = n < N
     k = tl.arange(0, BLOCK_K)
@@ -127,14 +125,7 @@ def _grouped(
         factor = tl.load(row_scale + row, mask=m_in, other=0.0)[None, :]
         acc *= factor
         up *= factor
-    if GATED:
-        acc = activated(acc, GELU) * up
-        to = place.to(tl.int64)
-    else:
-        acc *= tl.load(share + pair, mask=m_in, other=0.0)[None, :]
-        to = pair
-    inside = n_in[:, None] & m_in[None, :]
-    tl.store(out + to[None, :] * N + n[:, None], acc.to(out.dtype.element_ty), mask=inside)
+    write_pairs(out, share, acc, up, place, pair, m_in, n, n_in, N, GATED, GELU)
 
 
 @triton.jit
@@ -239,11 +230,11 @@ def _product(
         rounded = round_rows(x, matrix.inputs if isinstance(matrix.inputs, Tensor) else None)
     rows = x if rounded is None else rounded.codes
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    operand_type, bits = operand_of(matrix, x.device)
+    options = arithmetic(matrix, launch, x.device)
     blocks, outputs = len(groups.experts), out.shape[1]
     _grouped[(blocks * triton.cdiv(outputs, launch["BLOCK_N"]),)](
         rows,
-        weight_of(matrix, bits),
+        weight_of(matrix, options["BITS"]),
         shares if rounded is None else rounded.scales,
         shares if matrix.scales is None else matrix.scales,
         shares,
@@ -257,13 +248,10 @@ def _product(
         TOP_K=top_k,
         N=outputs,
         K=matrix.shape[2],
-        OPERAND=operand_type,
-        BITS=bits,
-        PRECISION="ieee" if matrix.dtype == torch.float32 else "tf32",
-        EXACT=min(EXACT, launch["BLOCK_K"]) if operand_type == tl.float8e4nv else None,
         GATED=activation is not None,
         GELU=activation == "gelu_tanh",
         ROW_SCALED=rounded is not None,
         SCALED=matrix.scales is not None,
+        **options,
         **launch,
     )

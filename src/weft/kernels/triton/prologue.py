@@ -1,4 +1,4 @@
-"""What precedes the layers in one kernel: ids, their embeddings, the first sum and its norm."""
+"""The prologue of the layers in one kernel: ids, their embeddings, the first sum and its norm."""
 
 from __future__ import annotations
 

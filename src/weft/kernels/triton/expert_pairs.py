@@ -1,0 +1,56 @@
+"""Which pairs of token and expert a program of a grouped product has, and where it writes them.
+
+Shared by the products of ``moe.py`` and of ``coded_moe.py``, which differ between the two.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from weft.kernels.triton.activation import activated
+
+
+@triton.jit
+def read_pairs(
+    order,
+    starts,
+    firsts,
+    block,
+    expert,
+    TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """Return places, which of them are the expert's, pairs, and rows of x, each [BLOCK_M]."""
+    place = tl.load(firsts + block) + tl.arange(0, BLOCK_M)
+    m_in = place < tl.load(starts + expert + 1)
+    pair = tl.load(order + place, mask=m_in, other=0)
+    row = pair // TOP_K if GATED else place.to(tl.int64)
+    return place, m_in, pair, row
+
+
+@triton.jit
+def write_pairs(
+    out,
+    share,
+    acc,
+    up,
+    place,
+    pair,
+    m_in,
+    n,
+    n_in,
+    N: tl.constexpr,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
+):
+    """Write sums [BLOCK_N, BLOCK_M]: gated at their places, else times their share by pair."""
+    if GATED:
+        acc = activated(acc, GELU) * up
+        to = place.to(tl.int64)
+    else:
+        acc *= tl.load(share + pair, mask=m_in, other=0.0)[None, :]
+        to = pair
+    inside = n_in[:, None] & m_in[None, :]
+    tl.store(out + to[None, :] * N + n[:, None], acc.to(out.dtype.element_ty), mask=inside)
