@@ -18,4 +18,4 @@ def test_generated_requests_are_answered_as_described(server):
     assert referee.sent >= 0.75 * requests
     answered = sum(counter[200] for counter in referee.statuses.values())
     assert answered >= requests / 12
-    assert referee.streams > 0
+    assert referee.streams >= 3  # at least the simplest of each operation that streams
