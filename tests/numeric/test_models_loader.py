@@ -235,6 +235,18 @@ MULTIMODAL = {
         "spatial_merge_size": 2,
         "vision_feature_layer": -1,
     },
+    "ministral3": {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "model_type": "mistral3",
+        "image_token_index": 10,
+        "vision_feature_layer": -1,
+    },
+    "cohere2": {
+        "architectures": ["Cohere2VisionForConditionalGeneration"],
+        "model_type": "cohere2_vision",
+        "downsample_factor": 2,
+        "image_token_id": 9,
+    },
 }
 
 
@@ -246,8 +258,10 @@ def test_multimodal_text_part(tmp_path, prefix, name) -> None:
     plain = PagedRunner(load(folder)).step([("a", prompt(60))])[0]
 
     def nest(tensors: dict[str, Tensor]) -> None:
+        home = {"language_model.model.": "language_model."}.get(prefix, "")  # of the output head
         for name in list(tensors):
-            tensors[prefix + name.removeprefix("model.")] = tensors.pop(name)
+            under = prefix if name.startswith("model.") else home
+            tensors[under + name.removeprefix("model.")] = tensors.pop(name)
         tensors["vision_tower.embeddings.weight"] = torch.ones(3, dtype=torch.int64)
         tensors["multi_modal_projector.mm_input_projection_weight"] = torch.ones(3)
 

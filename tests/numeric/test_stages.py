@@ -51,11 +51,10 @@ def test_stages_have_every_parameter_of_a_model_once(name, folders) -> None:
     whole = {piece.tensor: p.shape for p in parameters(spec) for piece in p.pieces}
     found: dict[str, tuple[int, ...]] = {}
     for part in stages_of(spec, most_stages(spec)):
-        for parameter in parameters(part):
-            for piece in parameter.pieces:
-                twice = piece.tensor == "embed_tokens.weight" and spec.tied_embeddings
-                assert twice or piece.tensor not in found
-                found[piece.tensor] = parameter.shape
+        own = {piece.tensor: p.shape for p in parameters(part) for piece in p.pieces}
+        shared = {"embed_tokens.weight"} if spec.tied_embeddings else set()
+        assert not own.keys() & found.keys() - shared
+        found |= own
     assert found == whole
 
 

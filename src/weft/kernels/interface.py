@@ -59,7 +59,9 @@ class AttentionMetadata:
 class RmsNorm(Protocol):
     """See ``reference.rms_norm``."""
 
-    def __call__(self, x: Array, weight: Array | None, eps: float, plus_one: bool) -> Array: ...
+    def __call__(
+        self, x: Array, weight: Array | None, eps: float, plus_one: bool, centred: bool = False
+    ) -> Array: ...
 
 
 class Rope(Protocol):
@@ -209,7 +211,9 @@ class FusedLayer(Protocol):
 class FusedStack(Protocol):
     """A whole forward pass; see ``cpu.stack.CpuStack``."""
 
-    def add_rope(self, frequencies: Array, scale: float) -> None: ...
+    def add_rope(
+        self, frequencies: Array, scale: float, query_scales: Array | None = None, step: int = 0
+    ) -> None: ...
 
     def add_layer(
         self,

@@ -55,6 +55,9 @@ class LayerShape:
     qk_norm_whole: bool = False  # one norm over all heads of Q, and one over those of K
     qk_norm_rotated: bool = False  # Q and K are normalised after their rotation
     residual_scale: float = 1.0  # multiplies what attention and the MLP add
+    norm_centred: bool = False  # norms subtract the mean first
+    parallel_block: bool = False  # the MLP reads the residual that attention reads
+    own_query_angles: bool = False  # angles are [T, 2R]: those of keys, then those of queries
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,8 @@ class StackParts:
     Attributes:
         embedding: [V, C], an array or a packed matrix.
         embedding_scale: multiplies embeddings; rounded to their dtype before.
-        norm: [C], the weight of the final norm; ``norm_plus_one`` adds 1 to it.
+        norm: [C], the weight of the final norm; ``norm_plus_one`` adds 1 to it, and with
+            ``norm_centred`` it subtracts the mean first.
     """
 
     embedding: Any
@@ -125,6 +129,7 @@ class StackParts:
     norm_eps: float
     norm_plus_one: bool
     inputs: LayerInputs | None = None
+    norm_centred: bool = False
 
 
 class Packed(Protocol):

@@ -13,7 +13,9 @@ from weft.kernels.interface import AttentionMetadata, Experts, Linear
 from weft.kernels.kv_storage import read_rows, write_rows
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float, plus_one: bool) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, plus_one: bool, centred: bool = False
+) -> Tensor:
     """Root mean square norm over the last dimension (Zhang and Sennrich 2019).
 
     Args:
@@ -21,8 +23,11 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, plus_one: bool) -> Te
         weight: [D] or anything that broadcasts to ``x``, such as one weight per head [H, D]; None
             only normalises.
         plus_one: multiply by ``1 + weight``, as Gemma does.
+        centred: subtract the mean first, which makes it LayerNorm without a bias (Ba et al. 2016).
     """
     y = x.float()
+    if centred:
+        y = y - y.mean(-1, keepdim=True)
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
     if weight is not None:
         y = y * (1.0 + weight.float() if plus_one else weight.float())

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, Protocol
+
+import numpy as np
 
 from weft.kernels.arrays import (
     Array,
@@ -77,6 +80,12 @@ class Decoder:
         )
         self._frequencies = tuple(
             from_numpy(self._norm, inverse_frequencies(rope)) for rope in spec.ropes
+        )
+        self._query_scales = tuple(  # [N] each
+            from_numpy(self._norm, np.array(rope.query_scales, np.float32))
+            if rope.query_scales
+            else None
+            for rope in spec.ropes
         )
 
     @property
@@ -172,10 +181,12 @@ class Decoder:
             spec.norm_eps,
             spec.norm_plus_one,
             inputs,
+            spec.norm_centred,
         )
         stack = self.ops.fused.stack(parts)
-        for rope, frequencies in zip(spec.ropes, self._frequencies, strict=True):
-            stack.add_rope(frequencies, rope.attention_factor)
+        ropes = zip(spec.ropes, self._frequencies, self._query_scales, strict=True)
+        for rope, frequencies, scales in ropes:
+            stack.add_rope(frequencies, rope.attention_factor, scales, rope.query_step)
         for number, (kind, layer) in enumerate(zip(spec.layers, self._fused, strict=True)):
             assert layer is not None
             at = spec.attention(number)
@@ -239,11 +250,18 @@ class Decoder:
         return times(context + tokens, 2.0**-0.5).swapaxes(0, 1)
 
     def angles(self, positions: Array) -> tuple[Angles, ...]:
-        """Return cos and sin [T, R] float32 of the positions [T], for each rope of the spec."""
-        return tuple(
-            self.ops.angles(positions, frequencies, rope.attention_factor)
-            for rope, frequencies in zip(self.spec.ropes, self._frequencies, strict=True)
-        )
+        """Return the angles of the positions [T], for each rope of the spec."""
+        return tuple(map(partial(self._angles, positions), range(len(self.spec.ropes))))
+
+    def _angles(self, positions: Array, number: int) -> Angles:
+        """Cos and sin [T, R] float32, or [T, 2R] with those of queries that are scaled."""
+        rope, scales = self.spec.ropes[number], self._query_scales[number]
+        angles = self.ops.angles(positions, self._frequencies[number], rope.attention_factor)
+        if scales is None:
+            return angles
+        steps = (positions // rope.query_step).clip(max=len(scales) - 1)
+        cos, sin = (concatenate((part, part * scales[steps][:, None]), 1) for part in angles)
+        return cos, sin
 
     def pre(
         self, layer: int, residual: Array, angles: tuple[Angles, ...]
@@ -279,8 +297,10 @@ class Decoder:
         y = ops.ranks.sum(y)  # [T, C], or a rank's rows of that
         if weights.post_attention_norm is not None:
             y = ops.rms_norm(y, weights.post_attention_norm, spec.norm_eps, spec.norm_plus_one)
-        residual = ops.ranks.own(residual) + _added(spec, y)
-        y = feed_forward(spec, spec.layers[layer], weights, residual, ops)
+        before = ops.ranks.own(residual)
+        residual = before + _added(spec, y)
+        read = before if spec.parallel_block else residual
+        y = feed_forward(spec, spec.layers[layer], weights, read, ops)
         if weights.post_mlp_norm is not None:
             y = ops.rms_norm(y, weights.post_mlp_norm, spec.norm_eps, spec.norm_plus_one)
         residual = ops.ranks.enter(residual + _added(spec, y))
@@ -291,7 +311,8 @@ class Decoder:
     def finish(self, residual: Array) -> Array:
         """Return the final norm of the residual [T, C]."""
         spec = self.spec
-        return self.ops.rms_norm(residual, self.final_norm, spec.norm_eps, spec.norm_plus_one)
+        plus_one, centred = spec.norm_plus_one, spec.norm_centred
+        return self.ops.rms_norm(residual, self.final_norm, spec.norm_eps, plus_one, centred)
 
 
 def _added(spec: ModelSpec, y: Array) -> Array:

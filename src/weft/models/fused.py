@@ -18,6 +18,8 @@ def fusable(spec: ModelSpec, layer: LayerSpec, fused: Fused) -> bool:
     plain = plain and not (spec.value_norm or spec.per_layer_input_size or spec.layer_scalars)
     plain = plain and spec.pre_norms and spec.residual_scale == 1.0
     plain = plain and not (spec.qk_norm_whole or spec.qk_norm_rotated)
+    plain = plain and not (spec.norm_centred or spec.parallel_block)
+    plain = plain and not spec.ropes[layer.rope].query_scales
     return plain or fused.every_layer
 
 
@@ -60,6 +62,9 @@ def fuse(
         qk_norm_whole=spec.qk_norm_whole,
         qk_norm_rotated=spec.qk_norm_rotated,
         residual_scale=spec.residual_scale,
+        norm_centred=spec.norm_centred,
+        parallel_block=spec.parallel_block,
+        own_query_angles=bool(spec.ropes[layer.rope].query_scales),
     )
     matrices = {name: getattr(weights, name) for name in MATRICES}
     matrices = {name: matrix for name, matrix in matrices.items() if matrix is not None}

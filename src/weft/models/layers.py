@@ -11,13 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.errors import InvariantError
-from weft.kernels.arrays import Array, concatenate, times
+from weft.kernels.arrays import Array, concatenate, contiguous, times
 from weft.kernels.hosted import HostedExperts
 from weft.kernels.interface import Experts, OpTable, Weight
 from weft.models.spec import LayerSpec, ModelSpec, RopeSpec
 
 Floats: TypeAlias = NDArray[Any]  # of float32
-Angles = tuple[Array, Array]  # cos and sin, each [T, R] float32
+# cos and sin, each [T, R] float32; where queries are scaled by position [T, 2R]: K's, then Q's.
+Angles = tuple[Array, Array]
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def project_qkv(
     v = qkv[:, heads:rotated_heads] if layer.value_is_key else qkv[:, rotated_heads:]
     if not spec.qk_norm_rotated:
         qk = _qk_norm(spec, weights, qk, ops)
-    qk = ops.rope(qk, *angles)
+    qk = _rotate(spec, layer, qk, angles, ops)
     if spec.qk_norm_rotated:
         qk = _qk_norm(spec, weights, qk, ops)
     if layer.kv_source is not None:
@@ -141,12 +142,24 @@ def project_qkv(
     return qk[:, :heads], qk[:, heads:], v
 
 
+def _rotate(spec: ModelSpec, layer: LayerSpec, qk: Array, angles: Angles, ops: OpTable) -> Array:
+    """Rotate the heads of Q and K [T, H + Hkv, D]."""
+    if not spec.ropes[layer.rope].query_scales:
+        return ops.rope(qk, *angles)
+    half = angles[0].shape[1] // 2
+    q, k = qk[:, : spec.num_heads], qk[:, spec.num_heads :]
+    rotated = [ops.rope(q, *(contiguous(part[:, half:]) for part in angles))]
+    if k.shape[1]:
+        rotated.append(ops.rope(k, *(contiguous(part[:, :half]) for part in angles)))
+    return concatenate(rotated, 1)
+
+
 def _qk_norm(spec: ModelSpec, weights: LayerWeights, qk: Array, ops: OpTable) -> Array:
     """Normalise the heads of Q and K [T, H + Hkv, D], each or all of Q and all of K together."""
     if weights.qk_norm is None:
         return qk
     if not spec.qk_norm_whole:
-        return ops.rms_norm(qk, weights.qk_norm, spec.norm_eps, spec.norm_plus_one)
+        return _norm(spec, qk, weights.qk_norm, ops)
     tokens, heads, size = qk.shape
     rows, middle = qk.reshape(tokens, heads * size), spec.num_heads * size
     parts = [
@@ -196,7 +209,7 @@ def pre_norm(spec: ModelSpec, x: Array, weight: Array | None, ops: OpTable) -> A
 
 
 def _norm(spec: ModelSpec, x: Array, weight: Array | None, ops: OpTable) -> Array:
-    return ops.rms_norm(x, weight, spec.norm_eps, spec.norm_plus_one)
+    return ops.rms_norm(x, weight, spec.norm_eps, spec.norm_plus_one, spec.norm_centred)
 
 
 def _mlp(spec: ModelSpec, weights: LayerWeights, x: Array, ops: OpTable) -> Array:

@@ -177,7 +177,7 @@ def _attention(spec: ModelSpec, layer: LayerSpec) -> Iterator[Parameter]:
     if spec.output_bias:
         yield _whole("output_bias", "self_attn.o_proj.bias", (hidden,))
     if spec.qk_norm:
-        yield _qk_norm(spec, layer)
+        yield _by_halves(spec, layer, _qk_norm(spec, layer))
 
 
 def _by_halves(spec: ModelSpec, layer: LayerSpec, parameter: Parameter) -> Parameter:
@@ -185,8 +185,11 @@ def _by_halves(spec: ModelSpec, layer: LayerSpec, parameter: Parameter) -> Param
     if not spec.layout.rotated_by_pairs:
         return parameter
     pairs = (layer.head_dim, spec.ropes[layer.rope].rotary_dim)
+    axis = parameter.name == "qk_norm" and spec.layout.head_norms
     pieces = tuple(
-        replace(piece, pairs=pairs if re.search(r"\.[qk]_proj\.", piece.tensor) else None)
+        replace(piece, pairs=pairs, pairs_axis=int(axis))
+        if re.search(r"\.[qk]_(proj|norm)\.", piece.tensor)
+        else piece
         for piece in parameter.pieces
     )
     return replace(parameter, pieces=pieces)
@@ -202,11 +205,16 @@ def _qk_norm(spec: ModelSpec, layer: LayerSpec) -> Parameter:
         sizes = [heads * layer.head_dim for heads in counts]
         names = [f"self_attn.{name}.weight" for name in ("q_norm", "k_norm")]
         return _stack("qk_norm", list(zip(names, sizes, strict=True)))
-    heads, shape = spec.num_heads, (layer.head_dim,)
-    pieces = [Piece("self_attn.q_norm.weight", shape, (slice(0, heads),))]
+    heads, dim = spec.num_heads, layer.head_dim
+
+    def shape(count: int) -> tuple[int, ...]:
+        return (count, dim) if spec.layout.head_norms else (dim,)
+
+    pieces = [Piece("self_attn.q_norm.weight", shape(heads), (slice(0, heads),))]
     if layer.kv_source is None:
         stop = heads + layer.num_kv_heads
-        pieces.append(Piece("self_attn.k_norm.weight", shape, (slice(heads, stop),)))
+        of_keys = shape(layer.num_kv_heads)
+        pieces.append(Piece("self_attn.k_norm.weight", of_keys, (slice(heads, stop),)))
         heads = stop
     return Parameter("qk_norm", (heads, layer.head_dim), tuple(pieces))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from weft.models.config_reader import ConfigReader
 from weft.models.family import (
@@ -18,8 +20,8 @@ from weft.models.family import (
     read_window,
 )
 from weft.models.llama_like import llama_like, mistral
-from weft.models.rope_config import read_layer_ropes
-from weft.models.spec import CheckpointLayout, ModelSpec, RopeSpec
+from weft.models.rope_config import RopeContext, read_layer_ropes
+from weft.models.spec import CheckpointLayout, LayerSpec, ModelSpec, RopeSpec
 
 
 def _nope(rope: RopeSpec) -> RopeSpec:
@@ -244,11 +246,83 @@ def ministral(config: ConfigReader, limit: int | None) -> ModelSpec:
     return llama_like(config, sizes, layers)
 
 
+def ministral3(config: ConfigReader, limit: int | None) -> ModelSpec:
+    """Ministral 3: queries of far positions are scaled after their rotation."""
+    config.assume(head_dim=128, rms_norm_eps=1e-5)
+    sizes = read_sizes(config, limit)
+    layers = [sizes.layer(window=read_window(config))] * sizes.layers
+    context = sizes.rope_context(theta=1_000_000.0, scales_queries=True)
+    return llama_like(config, sizes, layers, context)
+
+
 def mistral3(config: ConfigReader, limit: int | None) -> ModelSpec:
-    """The text model of a Mistral Small 3 that also reads images."""
+    """The text model of a Mistral Small 3, or of a Ministral 3, that also reads images."""
     config.ignore("multimodal_projector_bias", "projector_hidden_act")
     config.ignore("spatial_merge_size", "vision_feature_layer")
-    return read_text_part(mistral, config, limit)
+    text = config.section("text_config") or ConfigReader({})
+    kind = text.choice("model_type", "mistral", ("mistral", "ministral3"))
+    return read_text_part(ministral3 if kind == "ministral3" else mistral, config, limit)
+
+
+def _cohere_like(
+    config: ConfigReader,
+    sizes: Sizes,
+    layers: Sequence[LayerSpec],
+    context: RopeContext | None = None,
+    **differences: Any,
+) -> ModelSpec:
+    """Cohere's models: LayerNorm, one for attention and MLP, which stand beside each other."""
+    config.assume(tie_word_embeddings=True)
+    bias = config.flag("attention_bias", False)
+    return llama_like(
+        config,
+        sizes,
+        layers,
+        context,
+        norm_eps=config.number("layer_norm_eps", 1e-5),
+        norm_centred=True,
+        parallel_block=True,
+        logit_scale=config.number("logit_scale", 0.0625),
+        qkv_bias=bias,
+        output_bias=bias,
+        layout=CheckpointLayout(
+            rotated_by_pairs=True,
+            head_norms=True,
+            renamed={"post_attention_layernorm": "input_layernorm"},
+        ),
+        **differences,
+    )
+
+
+def cohere(config: ConfigReader, limit: int | None) -> ModelSpec:
+    """Command R and Aya 23."""
+    sizes = read_sizes(config, limit)
+    context = sizes.rope_context(theta=500_000.0)
+    qk_norm = config.flag("use_qk_norm", False)
+    return _cohere_like(config, sizes, [sizes.layer()] * sizes.layers, context, qk_norm=qk_norm)
+
+
+def cohere2(config: ConfigReader, limit: int | None) -> ModelSpec:
+    """Command R7B and A: three of four layers have a window, the others are not rotated."""
+    config.assume(sliding_window=4096)
+    sizes = read_sizes(config, limit)
+    window = read_window(config)
+    every = config.positive("sliding_window_pattern", 4)
+    default = [SLIDING if (i + 1) % every else FULL for i in range(sizes.layers)]
+    kinds = read_layer_types(config, sizes, default)
+    if window is None and SLIDING in kinds:
+        config.refuse("layer_types", kinds, "sliding layers need sliding_window")
+    layers = [
+        sizes.layer(window=window) if kind == SLIDING else sizes.layer(rope=1) for kind in kinds
+    ]
+    spec = _cohere_like(config, sizes, layers)
+    return replace(spec, ropes=(*spec.ropes, _nope(spec.ropes[0])))
+
+
+def cohere2_vision(config: ConfigReader, limit: int | None) -> ModelSpec:
+    """The text model of a Command A that also reads images."""
+    config.ignore("downsample_factor", "alignment_intermediate_size")
+    return read_text_part(cohere2, config, limit)
 
 
 LLAMA_VARIANTS = (
@@ -268,5 +342,14 @@ LLAMA_VARIANTS = (
         "ministral",
         ministral,
         Multimodal("Mistral3ForConditionalGeneration", "mistral3", mistral3),
+    ),
+    Family("ministral3", "Ministral3ForCausalLM", "ministral3", ministral3),
+    Family("cohere", "CohereForCausalLM", "cohere", cohere),
+    Family(
+        "cohere2",
+        "Cohere2ForCausalLM",
+        "cohere2",
+        cohere2,
+        Multimodal("Cohere2VisionForConditionalGeneration", "cohere2_vision", cohere2_vision),
     ),
 )

@@ -415,7 +415,8 @@ class Checkpoint:
         """Return what is taken of a tensor: a view of the mapped file where its rows stay."""
         if piece.pairs is None:
             return self._read(self._full_name(piece), piece.part)
-        return self._read(self._full_name(piece))[order_by_halves(piece)][piece.part]
+        whole = self._read(self._full_name(piece))
+        return whole.take(order_by_halves(piece), piece.pairs_axis)[piece.part]
 
     def _read(self, name: str, part: tuple[slice, ...] = ()) -> NDArray[Any]:
         """Return a tensor, or a part of it: a view of the mapped file, or decoded of GGUF."""

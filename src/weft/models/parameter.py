@@ -18,7 +18,8 @@ class Piece:
     than the part is repeated over it. ``part`` has a slice for each leading dimension of the
     tensor, of which no more than that is taken. ``pairs`` are the rows of a head and those of them
     that a checkpoint rotates as neighbouring pairs, where they are to be rotated as two halves; its
-    rows are put in that order before a part is taken.
+    rows are put in that order before a part is taken. They lie along dimension ``pairs_axis`` of
+    the tensor.
     """
 
     tensor: str  # without the layout's prefix
@@ -26,6 +27,7 @@ class Piece:
     index: tuple[slice | int, ...] = ()
     part: tuple[slice, ...] = ()
     pairs: tuple[int, int] | None = None
+    pairs_axis: int = 0
 
     @property
     def taken(self) -> tuple[slice, ...]:
@@ -39,7 +41,7 @@ def order_by_halves(piece: Piece) -> NDArray[np.int64]:
     size, rotated = piece.pairs
     head = np.arange(size)
     head[:rotated] = head[:rotated].reshape(-1, 2).T.ravel()
-    return (np.arange(0, piece.shape[0], size)[:, None] + head).ravel()
+    return (np.arange(0, piece.shape[piece.pairs_axis], size)[:, None] + head).ravel()
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ class RopeContext:
     partial_rotary_factor: float = 1.0
     partial: bool = False  # the family can rotate a part of each head
     aliases: Mapping[str, str] | None = None  # other names of the kinds in this family
+    scales_queries: bool = False  # the family's yarn can scale queries by position
 
 
 def read_rope(config: ConfigReader, context: RopeContext) -> RopeSpec:
@@ -107,6 +108,17 @@ def _llama3(config: ConfigReader, plain: RopeSpec, context: RopeContext) -> Rope
     )
 
 
+def _query_scales(config: ConfigReader, context: RopeContext, step: int) -> tuple[float, ...]:
+    """Read what multiplies the queries of each ``step`` positions, as in Llama 4."""
+    if not context.scales_queries:
+        return ()
+    config.ignore("max_position_embeddings")
+    beta = config.optional_number("llama_4_scaling_beta") or 0.0
+    longest = max(context.max_position, context.max_model_len)
+    steps = math.ceil(longest / step) if beta else 0
+    return tuple(1.0 + beta * math.log1p(number) for number in range(steps))
+
+
 def _yarn(config: ConfigReader, plain: RopeSpec, context: RopeContext) -> RopeSpec:
     factor = config.number("factor")
     scales = [config.optional_number(key) for key in ("mscale", "mscale_all_dim")]
@@ -115,13 +127,17 @@ def _yarn(config: ConfigReader, plain: RopeSpec, context: RopeContext) -> RopeSp
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
     top, bottom = scales
+    original = _original(config, context)
+    queries = _query_scales(config, context, original)
     attention = magnitude(top) / magnitude(bottom) if top and bottom else magnitude(1.0)
     return replace(
         plain,
         kind="yarn",
         factor=factor,
         attention_factor=config.number("attention_factor", attention),
-        original_max_position=_original(config, context),
+        original_max_position=original,
+        query_scales=queries if len(queries) > 1 else (),
+        query_step=original,
         beta_fast=config.number("beta_fast", 32.0),
         beta_slow=config.number("beta_slow", 1.0),
         truncate=config.flag("truncate", True),

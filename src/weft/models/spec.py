@@ -32,6 +32,8 @@ class RopeSpec:
     truncate: bool = True  # yarn: round the correction range outward
     dim_factors: tuple[float, ...] = ()  # longrope: one divisor per frequency
     rotated_angles: int = 0  # proportional: frequencies that are not zero
+    query_scales: tuple[float, ...] = ()  # of queries by position, the last one from there on
+    query_step: int = 0  # positions of each of these
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,7 @@ class CheckpointLayout:
     fused_qkv: bool = False  # stored as qkv_proj, as in Phi-3
     fused_gate_up: bool = False  # stored as gate_up_proj
     rotated_by_pairs: bool = False  # of rows of Q and K neighbours are rotated together
+    head_norms: bool = False  # norms of Q and K have a weight for each head
     renamed: Mapping[str, str] = field(default_factory=dict)  # tensors of a layer, from Llama's
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
 
@@ -152,6 +155,8 @@ class ModelSpec:
     family: str = ""  # the name of its row in ``families``
     activation: str = "silu"  # or gelu_tanh
     norm_plus_one: bool = False  # norms multiply by 1 + weight
+    norm_centred: bool = False  # LayerNorm: norms subtract the mean first
+    parallel_block: bool = False  # the MLP reads the residual that attention reads, not its sum
     pre_norms: bool = True  # norms before attention and before the MLP
     post_norms: bool = False  # norms after attention and after the MLP
     qk_norm: bool = False

@@ -179,6 +179,9 @@ class Layer:
     qk_norm_whole: bool
     qk_norm_rotated: bool
     residual_scale: float
+    centred: bool
+    parallel: bool
+    own_query_angles: bool
     router: Matrix
     experts: Experts
     top_k: int
@@ -222,7 +225,17 @@ class Stack:
     embedding_scale: float
     final_norm: int
     epsilon: float
-    def add_rope(self, frequencies: int, half: int, scale: float, /) -> None: ...
+    centred: bool
+    def add_rope(
+        self,
+        frequencies: int,
+        half: int,
+        scale: float,
+        query_scales: int,
+        query_scale_count: int,
+        query_step: int,
+        /,
+    ) -> None: ...
     def add_layer(
         self,
         layer: Layer,
@@ -289,7 +302,9 @@ def angles(
     sin: int,
     /,
 ) -> None: ...
-def normalise(x: _View, weight: _View | None, plus_one: bool, epsilon: float, out: int) -> None: ...
+def normalise(
+    x: _View, weight: _View | None, plus_one: bool, epsilon: float, centred: bool, out: int
+) -> None: ...
 def rotate(x: _View, cos: int, sin: int, half: int, out: int) -> None: ...
 def act_mul(gate_up: _View, activation: int, out: int) -> None: ...
 def gather_rows(table: _View, ids: int, tokens: int, out: int) -> None: ...

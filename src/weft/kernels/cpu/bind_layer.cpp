@@ -104,6 +104,9 @@ void bind_layer(nb::module_& m) {
       .def_rw("qk_norm_whole", &Layer::qk_norm_whole)
       .def_rw("qk_norm_rotated", &Layer::qk_norm_rotated)
       .def_rw("residual_scale", &Layer::residual_scale)
+      .def_rw("centred", &Layer::centred)
+      .def_rw("parallel", &Layer::parallel)
+      .def_rw("own_query_angles", &Layer::own_query_angles)
       .def("pre", &pre)
       .def("post", &post);
   activation(type, &Layer::activation);

@@ -13,20 +13,20 @@ namespace {
 void angles(uintptr_t positions, int64_t tokens, uintptr_t frequencies, int64_t half, double scale,
             uintptr_t cos, uintptr_t sin) {
   const nb::gil_scoped_release released;
-  weft::compute_angles(reinterpret_cast<const int64_t*>(positions), tokens,
-                       reinterpret_cast<const float*>(frequencies), half,
-                       static_cast<float>(scale), reinterpret_cast<float*>(cos),
-                       reinterpret_cast<float*>(sin));
+  const weft::Rope rope{reinterpret_cast<const float*>(frequencies), half,
+                        static_cast<float>(scale)};
+  weft::compute_angles(reinterpret_cast<const int64_t*>(positions), tokens, rope,
+                       reinterpret_cast<float*>(cos), reinterpret_cast<float*>(sin));
 }
 
 void normalise(nb::tuple x, std::optional<nb::tuple> weight, bool plus_one, double epsilon,
-               uintptr_t out) {
+               bool centred, uintptr_t out) {
   const weft::Tensor rows = tensor_of("x", x);
   weft::Tensor numbers;
   if (weight) numbers = tensor_of("weight", *weight);
   const nb::gil_scoped_release released;
   weft::normalise(rows, weight ? &numbers : nullptr, plus_one, static_cast<float>(epsilon),
-                  reinterpret_cast<char*>(out));
+                  centred, reinterpret_cast<char*>(out));
 }
 
 void rotate(nb::tuple x, uintptr_t cos, uintptr_t sin, int64_t half, uintptr_t out) {
@@ -73,7 +73,7 @@ void copy_blocks(Numbers sources, Numbers targets, int64_t block_bytes, Numbers 
 void bind_ops(nb::module_& m) {
   m.def("angles", &angles);
   m.def("normalise", &normalise, nb::arg("x"), nb::arg("weight").none(), nb::arg("plus_one"),
-        nb::arg("epsilon"), nb::arg("out"));
+        nb::arg("epsilon"), nb::arg("centred"), nb::arg("out"));
   m.def("rotate", &rotate, nb::arg("x"), nb::arg("cos"), nb::arg("sin"), nb::arg("half"),
         nb::arg("out"));
   m.def("act_mul", &act_mul, nb::arg("gate_up"), nb::arg("activation"), nb::arg("out"));

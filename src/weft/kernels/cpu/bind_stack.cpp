@@ -24,9 +24,11 @@ using weft::Stack;
 
 using Numbers = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-void add_rope(Stack& stack, uintptr_t frequencies, int64_t half, double scale) {
-  stack.ropes.push_back(
-      {reinterpret_cast<const float*>(frequencies), half, static_cast<float>(scale)});
+void add_rope(Stack& stack, uintptr_t frequencies, int64_t half, double scale,
+              uintptr_t query_scales, int64_t query_scale_count, int64_t query_step) {
+  stack.ropes.push_back({reinterpret_cast<const float*>(frequencies), half,
+                         static_cast<float>(scale), reinterpret_cast<const float*>(query_scales),
+                         query_scale_count, query_step});
 }
 
 void add_layer(Stack& stack, const weft::Layer& layer, int64_t rope, int64_t group,
@@ -153,6 +155,7 @@ void bind_stack(nb::module_& m) {
           [](const Stack& stack) { return reinterpret_cast<uintptr_t>(stack.final_norm); },
           [](Stack& stack, uintptr_t at) { stack.final_norm = reinterpret_cast<const float*>(at); })
       .def_rw("epsilon", &Stack::epsilon)
+      .def_rw("centred", &Stack::centred)
       .def("add_rope", &add_rope)
       .def("add_layer", &add_layer)
       .def("add_inputs", &add_inputs)

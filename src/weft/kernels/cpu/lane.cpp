@@ -38,8 +38,7 @@ void Lane::begin(const Stack& stack, const StackTokens& own, std::vector<LanePar
   for (size_t i = 0; i < stack.ropes.size(); ++i) {
     const Rope& rope = stack.ropes[i];
     float* const cos = fit(angles_[i], 2 * tokens_ * rope.half);
-    compute_angles(own.positions, tokens_, rope.frequencies, rope.half, rope.scale, cos,
-                   cos + tokens_ * rope.half);
+    compute_angles(own.positions, tokens_, rope, cos, cos + tokens_ * rope.half);
   }
 }
 

@@ -14,7 +14,8 @@ namespace {
 class Heads {
  public:
   Heads(const Layer& layer, const float* cos, const float* sin, int64_t half)
-      : layer_(layer), cos_(cos), sin_(sin), half_(half) {}
+      : layer_(layer), cos_(cos), sin_(sin), stride_(half),
+        half_(layer.own_query_angles ? half / 2 : half) {}
 
   void finish(int64_t token, char* row) const {
     const int64_t keys = layer_.heads, values = keys + layer_.kv_heads;
@@ -27,10 +28,11 @@ class Heads {
       normalise(row, keys, layer_.kv_heads);
     }
     for (int64_t head = 0; head < values; ++head) {
-      const Norm norm{each ? layer_.qk_norm + head * layer_.head_size : nullptr, layer_.epsilon};
-      kernels_.rotate(type_, each && !layer_.qk_norm_rotated ? &norm : nullptr,
-                      cos_ + token * half_, sin_ + token * half_, half_, row + head * bytes_,
-                      layer_.head_size);
+      const Norm norm{each ? layer_.qk_norm + head * layer_.head_size : nullptr, layer_.epsilon,
+                      layer_.centred};
+      const int64_t at = token * stride_ + (head < layer_.heads ? stride_ - half_ : 0);
+      kernels_.rotate(type_, each && !layer_.qk_norm_rotated ? &norm : nullptr, cos_ + at,
+                      sin_ + at, half_, row + head * bytes_, layer_.head_size);
       if (each && layer_.qk_norm_rotated) normalise(row, head, 1);
     }
     if (!layer_.value_norm) return;
@@ -44,14 +46,14 @@ class Heads {
   // One norm over so many heads.
   void normalise(char* row, int64_t head, int64_t count) const {
     char* const heads = row + head * bytes_;
-    kernels_.norm(type_, {layer_.qk_norm + head * layer_.head_size, layer_.epsilon}, heads, nullptr,
-                  heads, count * layer_.head_size);
+    const Norm norm{layer_.qk_norm + head * layer_.head_size, layer_.epsilon, layer_.centred};
+    kernels_.norm(type_, norm, heads, nullptr, heads, count * layer_.head_size);
   }
 
   const PanelKernels& kernels_ = *chosen_isa().panel;
   const Layer& layer_;
   const float *cos_, *sin_;
-  const int64_t half_;
+  const int64_t stride_, half_;  // numbers of a token, and those of a head
   const DType type_ = layer_.type();
   const int64_t bytes_ = layer_.head_size * size_of(type_);
 };
@@ -79,8 +81,8 @@ void layer_pre(const Layer& layer, const char* residual, int64_t tokens, const f
     phases.add_rounding(project);
   } else {
     phases.add_tokens(tokens, [&](int64_t token) {
-      kernels.norm(type, {layer.input_norm, layer.epsilon}, in.row(token), nullptr, x.row(token),
-                   hidden);
+      kernels.norm(type, {layer.input_norm, layer.epsilon, layer.centred}, in.row(token), nullptr,
+                   x.row(token), hidden);
       project.round_row(token);
     });
   }

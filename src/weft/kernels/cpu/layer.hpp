@@ -50,6 +50,10 @@ struct Layer {
   bool value_norm = false;    // values are normalised, without a weight
   float residual_scale = 1;   // multiplies what attention and MLP or experts add
   float epsilon = 0;
+  bool centred = false;       // norms subtract the mean first
+  bool parallel = false;      // the MLP reads the residual that attention reads
+  // Angles are [tokens, half] of keys and then of queries, in one row of 2 * half.
+  bool own_query_angles = false;
   Activation activation = Activation::silu;
 
   DType type() const { return qkv->type(); }

@@ -66,6 +66,9 @@ class CpuLayer:
         native.qk_norm_whole = shape.qk_norm_whole
         native.qk_norm_rotated = shape.qk_norm_rotated
         native.residual_scale = shape.residual_scale
+        native.centred = shape.norm_centred
+        native.parallel = shape.parallel_block
+        native.own_query_angles = shape.own_query_angles
         native.epsilon = shape.norm_eps
         native.activation = ACTIVATIONS[shape.activation]
 
@@ -97,7 +100,8 @@ class CpuLayer:
 
         Args:
             residual: [T, C].
-            cos, sin: [T, R] float32; the first 2R dimensions of a head are rotated.
+            cos, sin: [T, R] float32; the first 2R dimensions of a head are rotated. [T, 2R], those
+                of keys first, of a layer whose queries have angles of their own.
 
         Raises:
             ValueError: shapes or dtypes do not fit.
@@ -155,7 +159,7 @@ class CpuLayer:
             cos.shape != (tokens, half)
             or sin.shape != cos.shape
             or not dtype_name(cos.dtype) == dtype_name(sin.dtype) == "float32"
-            or 2 * half > self._shape.head_dim
+            or 2 * half > self._shape.head_dim * (1 + self._shape.own_query_angles)
         ):
             raise ValueError(f"angles {list(cos.shape)} do not fit {tokens} tokens")
 

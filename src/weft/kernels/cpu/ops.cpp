@@ -30,23 +30,33 @@ const char* head_at(const Tensor& x, int64_t token, int64_t head) {
 
 }  // namespace
 
-void compute_angles(const int64_t* positions, int64_t tokens, const float* frequencies,
-                    int64_t half, float scale, float* cos, float* sin) {
+void compute_angles(const int64_t* positions, int64_t tokens, const Rope& rope, float* cos,
+                    float* sin) {
   constexpr int64_t piece = 32;
+  const bool own_queries = rope.query_scales != nullptr;
+  const int64_t half = own_queries ? rope.half / 2 : rope.half;
   shared_pool().run((tokens + piece - 1) / piece, [&](int64_t item) {
     const int64_t end = std::min(tokens, (item + 1) * piece);
     for (int64_t token = item * piece; token < end; ++token) {
       const auto position = static_cast<float>(positions[token]);
+      float *const c = cos + token * rope.half, *const s = sin + token * rope.half;
       for (int64_t i = 0; i < half; ++i) {
-        const float turn = position * frequencies[i];
-        cos[token * half + i] = std::cos(turn) * scale;
-        sin[token * half + i] = std::sin(turn) * scale;
+        const float turn = position * rope.frequencies[i];
+        c[i] = std::cos(turn) * rope.scale;
+        s[i] = std::sin(turn) * rope.scale;
+      }
+      if (!own_queries) continue;
+      const int64_t step = std::min(positions[token] / rope.query_step, rope.query_scale_count - 1);
+      for (int64_t i = 0; i < half; ++i) {
+        c[half + i] = c[i] * rope.query_scales[step];
+        s[half + i] = s[i] * rope.query_scales[step];
       }
     }
   });
 }
 
-void normalise(const Tensor& x, const Tensor* weight, bool plus_one, float epsilon, char* out) {
+void normalise(const Tensor& x, const Tensor* weight, bool plus_one, float epsilon, bool centred,
+               char* out) {
   const PanelKernels& kernels = *chosen_isa().panel;
   const int64_t tokens = x.shape[0], heads = x.shape[1], size = x.shape[2];
   std::vector<float> weights;
@@ -60,7 +70,7 @@ void normalise(const Tensor& x, const Tensor* weight, bool plus_one, float epsil
   each_row(tokens, heads * size, [&](int64_t token) {
     for (int64_t head = 0; head < heads; ++head) {
       const float* w = weight == nullptr ? nullptr : weights.data() + (each_head ? head * size : 0);
-      kernels.norm(x.type, {w, epsilon}, head_at(x, token, head), nullptr,
+      kernels.norm(x.type, {w, epsilon, centred}, head_at(x, token, head), nullptr,
                    out + (token * heads + head) * size * size_of(x.type), size);
     }
   });

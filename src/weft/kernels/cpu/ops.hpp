@@ -9,13 +9,26 @@
 
 namespace weft {
 
-// cos and sin [tokens, half] of positions times frequencies [half], both multiplied by `scale`.
-void compute_angles(const int64_t* positions, int64_t tokens, const float* frequencies,
-                    int64_t half, float scale, float* cos, float* sin);
+// One rotary embedding: frequencies, and what cos and sin are multiplied with. There are `half`
+// numbers of a token, and as many frequencies; or, where queries are scaled by position, half as
+// many: the angles of keys, and then those of queries, whose factor is the one of each `query_step`
+// positions, of which the last one goes on for ever.
+struct Rope {
+  const float* frequencies;
+  int64_t half;
+  float scale;
+  const float* query_scales = nullptr;
+  int64_t query_scale_count = 0, query_step = 0;
+};
+
+// cos and sin [tokens, half] of positions times frequencies.
+void compute_angles(const int64_t* positions, int64_t tokens, const Rope& rope, float* cos,
+                    float* sin);
 
 // Normalises x [tokens, heads, size]. The weight has heads * size numbers, or size numbers, or is
 // not there; with plus_one 1 is added to it.
-void normalise(const Tensor& x, const Tensor* weight, bool plus_one, float epsilon, char* out);
+void normalise(const Tensor& x, const Tensor* weight, bool plus_one, float epsilon, bool centred,
+               char* out);
 
 // Rotates the first 2 * half dimensions of x [tokens, heads, size].
 void rotate(const Tensor& x, const float* cos, const float* sin, int64_t half, char* out);

@@ -297,11 +297,27 @@ void finish_gated(DType type, Activation activation, const Finish& f) {
 // ---- norms and rotation ----
 
 template <DType type>
-float inverse_rms(const char* x, int64_t count, float epsilon) {
+float mean_of(const char* x, int64_t count) {
+  constexpr int64_t size = type == DType::f32 ? 4 : 2;
+  vec sums{};
+  for (int64_t i = 0; i < count; i += W) sums += read<type>(x + i * size, count - i);
+  return sum_of(sums) / static_cast<float>(count);
+}
+
+// What is subtracted from a vector of which so many numbers are left: nothing from the others.
+inline vec shift_of(float mean, int64_t left) {
+  vec shift = vec{} + mean;
+  if (left >= W) return shift;
+  for (int64_t i = left; i < W; ++i) shift[i] = 0.0f;
+  return shift;
+}
+
+template <DType type>
+float inverse_rms(const char* x, int64_t count, float epsilon, float mean) {
   constexpr int64_t size = type == DType::f32 ? 4 : 2;
   vec squares{};
   for (int64_t i = 0; i < count; i += W) {
-    const vec v = read<type>(x + i * size, count - i);
+    const vec v = read<type>(x + i * size, count - i) - shift_of(mean, count - i);
     squares += v * v;
   }
   return 1.0f / __builtin_sqrtf(sum_of(squares) / static_cast<float>(count) + epsilon);
@@ -316,11 +332,12 @@ inline vec weigh(vec x, float scale, const float* weight, int64_t left) {
 template <DType type>
 void norm_as(const Norm& norm, const char* x, const char* residual, char* out, int64_t count) {
   constexpr int64_t size = type == DType::f32 ? 4 : 2;
-  const float scale = inverse_rms<type>(x, count, norm.epsilon);
+  const float mean = norm.centred ? mean_of<type>(x, count) : 0.0f;
+  const float scale = inverse_rms<type>(x, count, norm.epsilon, mean);
   for (int64_t i = 0; i < count; i += W) {
     const int64_t left = count - i;
     const float* weight = norm.weight == nullptr ? nullptr : norm.weight + i;
-    vec y = weigh(read<type>(x + i * size, left), scale, weight, left);
+    vec y = weigh(read<type>(x + i * size, left) - mean, scale, weight, left);
     if (residual != nullptr) y = rounded<type>(y) + read<type>(residual + i * size, left);
     write<type>(out + i * size, y, left);
   }

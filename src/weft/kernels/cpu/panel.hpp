@@ -60,10 +60,11 @@ struct Finish {
   int64_t rows, columns;
 };
 
-// One row or head to normalise: out = x / rms(x) * weight.
+// One row or head to normalise: out = x / rms(x) * weight, or of x less its mean.
 struct Norm {
   const float* weight;  // none: 1
   float epsilon;
+  bool centred = false;
 };
 
 // A row of numbers, and what they are multiplied with in a sum of rows.

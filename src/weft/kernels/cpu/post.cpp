@@ -61,7 +61,7 @@ class Post {
     return product.matrix == nullptr ? 0 : product.items();
   }
   void norm(const float* weight, Rows from, Rows add, Rows to, int64_t token) const {
-    kernels_.norm(type_, {weight, layer_.epsilon}, from.row(token),
+    kernels_.norm(type_, {weight, layer_.epsilon, layer_.centred}, from.row(token),
                   add.data == nullptr ? nullptr : add.row(token), to.row(token), hidden_);
   }
 
@@ -115,7 +115,8 @@ class Post {
   // The first sum, and what MLP, router and experts read.
   void begin(int64_t token) const {
     if (output_.out.data == y_.data) add(layer_.post_attention_norm, y_, in_, middle_, token);
-    if (layer_.mlp_norm != nullptr) norm(layer_.mlp_norm, middle_, {}, x_, token);
+    const Rows read = layer_.parallel ? in_ : middle_;
+    if (layer_.mlp_norm != nullptr) norm(layer_.mlp_norm, read, {}, x_, token);
     if (beside_) {
       char* const row = router_.x.row(token);
       norm(layer_.router_scale, middle_, {}, router_.x, token);

@@ -20,7 +20,9 @@ def angles(positions: Array, frequencies: Array, scale: float) -> tuple[Array, A
     return cos, sin
 
 
-def rms_norm(x: Array, weight: Array | None, eps: float, plus_one: bool) -> Array:
+def rms_norm(
+    x: Array, weight: Array | None, eps: float, plus_one: bool, centred: bool = False
+) -> Array:
     """Root mean square norm of x [T, D] or [T, H, D]; see ``reference.rms_norm``.
 
     Args:
@@ -35,7 +37,7 @@ def rms_norm(x: Array, weight: Array | None, eps: float, plus_one: bool) -> Arra
     out = empty(x, x.shape)
     heads = x if x.ndim == 3 else x[:, None]
     weights = None if weight is None else view("weight", contiguous(weight).reshape(-1))
-    _native.normalise(view("x", heads), weights, plus_one, eps, address(out))
+    _native.normalise(view("x", heads), weights, plus_one, eps, centred, address(out))
     return out
 
 

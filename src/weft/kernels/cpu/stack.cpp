@@ -104,8 +104,8 @@ void normalise(const Stack& stack, const char* residual, int64_t rows, char* hid
   const int64_t width = first.qkv->inputs(), bytes = width * size_of(first.type());
   const PanelKernels& kernels = *chosen_isa().panel;
   for (int64_t row = 0; row < rows; ++row) {
-    kernels.norm(first.type(), {stack.final_norm, stack.epsilon}, residual + row * bytes, nullptr,
-                 hidden + row * bytes, width);
+    kernels.norm(first.type(), {stack.final_norm, stack.epsilon, stack.centred}, residual + row * bytes,
+                 nullptr, hidden + row * bytes, width);
   }
 }
 
@@ -148,8 +148,7 @@ class Pass {
     for (size_t i = 0; i < stack_.ropes.size(); ++i) {
       const Rope& rope = stack_.ropes[i];
       fit(kept_.angles[i], 2 * room_ * rope.half);
-      compute_angles(own_.positions, own_.tokens, rope.frequencies, rope.half, rope.scale, cos(i),
-                     sin(i));
+      compute_angles(own_.positions, own_.tokens, rope, cos(i), sin(i));
     }
   }
 

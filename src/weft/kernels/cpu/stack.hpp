@@ -11,6 +11,7 @@
 #include "carried.hpp"
 #include "layer.hpp"
 #include "lines.hpp"
+#include "ops.hpp"
 
 namespace weft {
 
@@ -22,13 +23,6 @@ struct StackLayer {
   float scale;
   int64_t window;            // 0: none
   float softcap;             // 0: none
-};
-
-// One rotary embedding: frequencies [half], and what cos and sin are multiplied with.
-struct Rope {
-  const float* frequencies;
-  int64_t half;
-  float scale;
 };
 
 // What makes the input of a token to each layer: rows of a table, of the layers' type, and a product
@@ -51,6 +45,7 @@ struct Stack {
   std::vector<StackLayer> layers;
   const float* final_norm = nullptr; // [hidden], what is multiplied with
   float epsilon = 0;
+  bool centred = false;              // norms subtract the mean first
 };
 
 // Attention metadata of one KV group; see Attention.

@@ -55,7 +55,7 @@ class CpuStack:
             self._kept.append(table)
         native.embedding_scale = self._rounded(parts.embedding_scale)
         native.final_norm = self._weight(parts.norm, parts.norm_plus_one)
-        native.epsilon = parts.norm_eps
+        native.epsilon, native.centred = parts.norm_eps, parts.norm_centred
         if parts.inputs is not None:
             self._add_inputs(parts.inputs, parts.norm_plus_one)
 
@@ -86,10 +86,22 @@ class CpuStack:
     def _rounded(self, factor: float) -> float:
         return float(numpy_dtype(self.dtype).type(factor))
 
-    def add_rope(self, frequencies: Array, scale: float) -> None:
-        """Append a rotary embedding: frequencies [R] float32, and the factor of cos and sin."""
-        self._kept.append(frequencies)
-        self.native.add_rope(address(frequencies), len(frequencies), scale)
+    def add_rope(
+        self, frequencies: Array, scale: float, query_scales: Array | None = None, step: int = 0
+    ) -> None:
+        """Append a rotary embedding.
+
+        Args:
+            frequencies: [R] float32.
+            scale: the factor of cos and sin.
+            query_scales: [N] float32, more factors of the angles of queries, which then are their
+                own: one of each ``step`` positions; the last one goes on.
+        """
+        self._kept += [frequencies, query_scales]
+        size, at, count = len(frequencies), 0, 0
+        if query_scales is not None:
+            size, at, count = 2 * size, address(query_scales), len(query_scales)
+        self.native.add_rope(address(frequencies), size, scale, at, count, step)
 
     def add_layer(
         self,

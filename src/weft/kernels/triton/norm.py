@@ -22,7 +22,7 @@ _NUMBERS = 1024  # of one program: short rows, such as heads, are normalised sev
 def _rms_norm(
     x, weight, out, rows, stride_token, stride_head, eps,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    WEIGHTED: tl.constexpr, PER_HEAD: tl.constexpr, PLUS_ONE: tl.constexpr,
+    WEIGHTED: tl.constexpr, PER_HEAD: tl.constexpr, PLUS_ONE: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
@@ -30,6 +30,8 @@ def _rms_norm(
     mask = (row < rows)[:, None] & (column < D)
     at = token.to(tl.int64) * stride_token + head * stride_head
     y = tl.load(x + at[:, None] + column, mask=mask, other=0.0).to(tl.float32)
+    if CENTRED:
+        y = tl.where(mask, y - (tl.sum(y, axis=1) / D)[:, None], 0.0)
     y *= tl.rsqrt(tl.sum(y * y, axis=1) / D + eps)[:, None]
     if WEIGHTED:
         first = (head * D)[:, None] if PER_HEAD else 0
@@ -39,7 +41,9 @@ def _rms_norm(
     tl.store(out + to, y.to(out.dtype.element_ty), mask=mask)
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float, plus_one: bool) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, plus_one: bool, centred: bool = False
+) -> Tensor:
     """Root mean square norm of x [T, D] or [T, H, D]; see ``reference.rms_norm``.
 
     Args:
@@ -65,7 +69,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, plus_one: bool) -> Te
         x.stride(0), x.stride(1) if x.dim() == 3 else 0, eps,
         HEADS=heads, D=size, BLOCK=block, ROWS=at_once,
         WEIGHTED=weight is not None, PER_HEAD=weight is not None and weight.dim() == 2,
-        PLUS_ONE=plus_one, num_warps=warps(block * at_once), num_stages=1,
+        PLUS_ONE=plus_one, CENTRED=centred, num_warps=warps(block * at_once), num_stages=1,
     )  # fmt: skip
     return out
 

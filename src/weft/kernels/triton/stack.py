@@ -61,8 +61,20 @@ class TritonStack:
         self._ropes: list[tuple[Tensor, float]] = []
         self._layers: list[_Bound] = []
 
-    def add_rope(self, frequencies: Tensor, scale: float) -> None:
-        """Append a rotary embedding: frequencies [R] float32, and the factor of cos and sin."""
+    def add_rope(
+        self,
+        frequencies: Tensor,
+        scale: float,
+        query_scales: Tensor | None = None,
+        step: int = 0,  # noqa: ARG002 - of the scales
+    ) -> None:
+        """Append a rotary embedding: frequencies [R] float32, and the factor of cos and sin.
+
+        Raises:
+            ValueError: the queries are scaled by position; such layers run op by op.
+        """
+        if query_scales is not None:
+            raise ValueError("queries that are scaled by position have no fused layers here")
         self._ropes.append((frequencies, scale))
 
     def add_layer(
