@@ -18,7 +18,7 @@ from weft.models.spec_reader import spec_from_config
 
 def test_no_name_stands_in_two_rows():
     rows = [*LLAMA_LIKE, *LLAMA_VARIANTS, *GEMMA]
-    checkpoints = len(rows) + sum(row.multimodal is not None for row in rows)
+    checkpoints = len(rows) + sum(len(row.multimodal) for row in rows)
     assert len(FAMILIES) == len(rows)
     assert len(BY_ARCHITECTURE) == len(BY_MODEL_TYPE) == checkpoints
 

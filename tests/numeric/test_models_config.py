@@ -194,8 +194,8 @@ REFUSED = {
     "activation of the wrong type": ({"hidden_act": ["silu"]}, "hidden_act"),
     "rope type of the wrong type": ({"rope_scaling": {"type": ["linear"]}}, "rope_type"),
     "partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "0.5"),
-    "architecture": ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
-    "no architecture": ({"architectures": [], "model_type": "opt"}, "'opt'", "LlamaForCausalLM"),
+    "architecture": ({"architectures": ["LlamaForCausalLn"]}, "LlamaForCausalLM"),
+    "no architecture": ({"architectures": [], "model_type": "opt"}, "'opt'", "llama"),
 }
 
 
@@ -207,6 +207,29 @@ def test_what_is_not_understood_is_refused(name) -> None:
     assert "\n" not in caught.value.message
     for word in words:
         assert word in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("architecture", "mechanism"),
+    [
+        ("DeepseekV3ForCausalLM", "MLA"),
+        ("JambaForCausalLM", "recurrent state"),
+        ("BertModel", "encoders"),
+        ("T5ForConditionalGeneration", "encoder-decoder"),
+        ("GPT2LMHeadModel", "MLPs without a gate"),
+        ("LlavaForConditionalGeneration", "images"),
+        ("LlamaForTokenClassification", "head"),
+    ],
+)
+def test_an_architecture_that_is_known_is_refused_with_what_it_lacks(architecture, mechanism):
+    with pytest.raises(UnsupportedModelError, match=mechanism) as caught:
+        spec_from_config({"architectures": [architecture]})
+    assert architecture in caught.value.message
+
+
+def test_an_unknown_architecture_is_refused_with_the_families():
+    with pytest.raises(UnsupportedModelError, match="Supported families: llama"):
+        spec_from_config({"architectures": ["WarpDriveForCausalLM"]})
 
 
 QWEN_REFUSED = {

@@ -218,6 +218,24 @@ def test_unreadable_config(folder) -> None:
         load(folder)
 
 
+def test_text_part_that_is_not_nested(tmp_path) -> None:
+    """Older checkpoints of Qwen's models that see have the text model's keys beside the others."""
+    folder = save(build("qwen2-full"), tmp_path)
+    plain = PagedRunner(load(folder)).step([("a", prompt(60))])[0]
+    rewrite(folder, lambda t: t.update({"visual.blocks.0.attn.proj.weight": torch.ones(3)}))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        "vision_config": {"depth": 2},
+        "vision_token_id": 9,
+        "rope_parameters": None,
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    assert torch.equal(PagedRunner(load(folder)).step([("a", prompt(60))])[0], plain)
+
+
 # Of each family: what its config says of other towers.
 MULTIMODAL = {
     "gemma3": {
@@ -247,6 +265,13 @@ MULTIMODAL = {
         "downsample_factor": 2,
         "image_token_id": 9,
     },
+    "qwen3-moe": {
+        "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+        "model_type": "qwen3_vl_moe",
+        "video_token_id": 9,
+        "vision_start_token_id": 8,
+        "vision_end_token_id": 7,
+    },
 }
 
 
@@ -263,6 +288,7 @@ def test_multimodal_text_part(tmp_path, prefix, name) -> None:
             under = prefix if name.startswith("model.") else home
             tensors[under + name.removeprefix("model.")] = tensors.pop(name)
         tensors["vision_tower.embeddings.weight"] = torch.ones(3, dtype=torch.int64)
+        tensors["model.visual.blocks.0.attn.proj.weight"] = torch.ones(3)
         tensors["multi_modal_projector.mm_input_projection_weight"] = torch.ones(3)
 
     rewrite(folder, nest)

@@ -245,17 +245,18 @@ RENAMED = {
 }
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
+def suggest(name: str, known: Iterable[str], likeness: float = 0.5) -> str:
     """Return ``" Did you mean 'x'?"`` for the known name nearest to ``name``, else ``""``.
 
-    Of a name that was changed, return what it is called now. Flags keep their form.
+    Of a name that was changed, return what it is called now. Flags keep their form. Names that are
+    less alike than ``likeness``, from 0 to 1, do not count.
     """
     known = list(known)
     word = name.lstrip("-").removeprefix("no-").replace("-", "_")
     for now in (RENAMED.get(word, ""), "--" + RENAMED.get(word, "").replace("_", "-")):
         if now in known:
             return f" It is called '{now}' now."
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=likeness)
     return f" Did you mean '{nearest[0]}'?" if nearest else ""
 
 

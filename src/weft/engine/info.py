@@ -183,6 +183,7 @@ def format_info(info: dict[str, Any]) -> str:
             "model",
             f"{model['name']} ({model['family']}), {model['parameters'] / 1e6:.1f} M weights",
         ),
+        ("supported", f"yes, as {model['family']}"),
         ("", f"{model['layers']} layers of {model['hidden_size']}: {groups}"),
         ("", f"vocabulary {model['vocabulary']}, end ids {model['eos_token_ids']}"),
         ("", f"stored as {_stored_words(model)}, computed in {model['dtype']}"),

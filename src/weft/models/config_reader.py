@@ -38,6 +38,7 @@ NO_OP: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "lm_head_bias": (False,),
+    "qkv_bias": (False,),
     "use_qk_norm": (False,),
     "use_mrope": (False,),
     "use_sliding_window": (False,),
@@ -45,6 +46,7 @@ NO_OP: dict[str, tuple[Any, ...]] = {
     "rope_interleaved": (False,),
     "rope_scaling": (None,),
     "partial_rotary_factor": (1, 1.0),
+    "rotary_pct": (1, 1.0),
     "sliding_window": (None,),
     "use_bidirectional_attention": (None, False),
     "attn_logit_softcapping": (None,),
@@ -55,6 +57,7 @@ NO_OP: dict[str, tuple[Any, ...]] = {
     "residual_multiplier": (1, 1.0),
     "logits_scaling": (1, 1.0),
     "num_nextn_predict_layers": (0,),
+    "shared_expert_intermediate_size": (0,),
 }
 
 # Old configs carry generation defaults; they are read from generation_config.json only.

@@ -16,7 +16,7 @@ def _checkpoints() -> Iterator[tuple[str, str, tuple[Family, Reader]]]:
     """Architecture and model type of each kind of checkpoint, its family, and what reads it."""
     for row in FAMILIES.values():
         yield row.architecture, row.model_type, (row, row.read)
-        if (more := row.multimodal) is not None:
+        for more in row.multimodal:
             yield more.architecture, more.model_type, (row, more.read)
 
 

@@ -13,7 +13,8 @@ from weft.models.spec import LayerSpec, ModelSpec
 FULL, SLIDING = "full_attention", "sliding_attention"
 MULTIMODAL_PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 OTHER_TOWERS = (
-    r"(model\.)?(vision_tower|audio_tower|multi_modal_projector|embed_vision|embed_audio)\..*"
+    r"(model\.)?(visual|vision_tower|audio_tower|multi_modal_projector|embed_vision|embed_audio)"
+    r"\..*"
 )
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -55,7 +56,7 @@ class Family:
         name: ``ModelSpec.family``.
         architecture, model_type: what ``config.json`` calls it.
         read: reads its configs; leaves ``ModelSpec.family`` open.
-        multimodal: its checkpoints with further towers, if there are any.
+        multimodal: kinds of its checkpoints that have further towers.
         gguf: how files of llama.cpp store it; None where they are not read.
         unsound_kv: types of KV under which results do not stay what they are, and why.
     """
@@ -64,7 +65,7 @@ class Family:
     architecture: str
     model_type: str
     read: Reader
-    multimodal: Multimodal | None = None
+    multimodal: tuple[Multimodal, ...] = ()
     gguf: GgufForm | None = None
     unsound_kv: Mapping[str, str] = field(default_factory=dict)
 
@@ -152,22 +153,30 @@ def read_text_part(read: Reader, config: ConfigReader, limit: int | None) -> Mod
         config.refuse("text_config", None, "it must describe the text model")
     spec = read(text, limit)
     text.finish()
-    config.ignore("vision_config")
-    for token in ("boi", "eoi", "image", "video", "boa", "eoa", "audio"):
-        config.ignore(f"{token}_token_id", f"{token}_token_index")
+    ignore_towers(config)
     bos = config.integers("bos_token_id")
     return replace(
-        spec,
-        layout=replace(
-            spec.layout,
-            prefixes=MULTIMODAL_PREFIXES,
-            ignored=(*spec.layout.ignored, OTHER_TOWERS),
-        ),
+        with_towers(spec),
         tied_embeddings=config.flag("tie_word_embeddings", spec.tied_embeddings),
         eos_token_ids=config.integers("eos_token_id") or spec.eos_token_ids,
         bos_token_id=bos[0] if bos else spec.bos_token_id,
         dtype=spec.dtype or config.value("dtype", config.value("torch_dtype", None)),
     )
+
+
+def with_towers(spec: ModelSpec) -> ModelSpec:
+    """Return a model whose checkpoint has other towers beside it."""
+    ignored = (*spec.layout.ignored, OTHER_TOWERS)
+    layout = replace(spec.layout, prefixes=MULTIMODAL_PREFIXES, ignored=ignored)
+    return replace(spec, layout=layout)
+
+
+def ignore_towers(config: ConfigReader) -> None:
+    """Pass over what a multimodal checkpoint says of its other towers."""
+    config.ignore("vision_config")
+    for token in ("boi", "eoi", "image", "video", "boa", "eoa", "audio", "vision"):
+        config.ignore(f"{token}_token_id", f"{token}_token_index")
+    config.ignore("vision_start_token_id", "vision_end_token_id")
 
 
 def read_window(config: ConfigReader) -> int | None:

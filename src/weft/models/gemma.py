@@ -245,7 +245,7 @@ GEMMA = (
         "Gemma3ForCausalLM",
         "gemma3_text",
         gemma3,
-        Multimodal("Gemma3ForConditionalGeneration", "gemma3", gemma3_multimodal),
+        (Multimodal("Gemma3ForConditionalGeneration", "gemma3", gemma3_multimodal),),
         GgufForm(norms_plus_one=True, scaled_by_width=62),
     ),
     Family(
@@ -253,7 +253,7 @@ GEMMA = (
         "Gemma4ForCausalLM",
         "gemma4_text",
         gemma4,
-        Multimodal("Gemma4ForConditionalGeneration", "gemma4", gemma4_multimodal),
+        (Multimodal("Gemma4ForConditionalGeneration", "gemma4", gemma4_multimodal),),
         unsound_kv={"fp8": _GLOBAL_HEADS},
     ),
 )

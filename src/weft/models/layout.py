@@ -68,7 +68,8 @@ def parameters(spec: ModelSpec, *, stacked_experts: bool = False) -> Iterator[Pa
 def num_parameters(spec: ModelSpec) -> int:
     """Return how many numbers the checkpoint holds for this model."""
     pieces = (piece for parameter in parameters(spec) for piece in parameter.pieces)
-    return sum(math.prod(piece.shape) for piece in pieces)
+    shapes = {piece.tensor: piece.shape for piece in pieces}  # one may fill several parameters
+    return sum(map(math.prod, shapes.values()))
 
 
 def storage_of(parameter: str, quantize: str, group: int) -> Storage | None:

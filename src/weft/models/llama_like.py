@@ -11,11 +11,16 @@ from weft.models.family import (
     SLIDING,
     Family,
     GgufForm,
+    Multimodal,
+    Reader,
     Sizes,
+    ignore_towers,
     read_common,
     read_layer_types,
     read_sizes,
+    read_text_part,
     read_window,
+    with_towers,
 )
 from weft.models.rope_config import RopeContext, read_rope
 from weft.models.spec import CheckpointLayout, LayerSpec, ModelSpec, MoeSpec
@@ -90,9 +95,15 @@ def qwen2(config: ConfigReader, limit: int | None) -> ModelSpec:
     return llama_like(config, sizes, _qwen_layers(config, sizes), qkv_bias=True)
 
 
+def _check_qk_norm(config: ConfigReader) -> None:
+    if not config.flag("use_qk_norm", True):
+        config.refuse("use_qk_norm", False, "Qwen 3 normalises Q and K")
+
+
 def qwen3(config: ConfigReader, limit: int | None) -> ModelSpec:
     """Qwen 3: norms on each head of Q and K."""
     config.assume(head_dim=128)
+    _check_qk_norm(config)
     sizes = read_sizes(config, limit)
     bias = config.flag("attention_bias", False)
     layers = _qwen_layers(config, sizes)
@@ -101,6 +112,7 @@ def qwen3(config: ConfigReader, limit: int | None) -> ModelSpec:
 
 def qwen3_moe(config: ConfigReader, limit: int | None) -> ModelSpec:
     """Qwen 3 with experts instead of the MLP in some or all layers."""
+    _check_qk_norm(config)
     sizes = read_sizes(config, limit)
     bias = config.flag("attention_bias", False)
     config.assume(sliding_window=4096)
@@ -120,6 +132,18 @@ def qwen3_moe(config: ConfigReader, limit: int | None) -> ModelSpec:
     ]
     more: dict[str, Any] = {"moe": moe, "qkv_bias": bias, "output_bias": bias}
     return llama_like(config, sizes, layers, qk_norm=True, **more)
+
+
+def _text_of(read: Reader) -> Reader:
+    """Return what reads the text model of a Qwen that also sees; older ones nest nothing."""
+
+    def text(config: ConfigReader, limit: int | None) -> ModelSpec:
+        if config.section("text_config") is not None:
+            return read_text_part(read, config, limit)
+        ignore_towers(config)
+        return with_towers(read(config, limit))
+
+    return text
 
 
 def phi3(config: ConfigReader, limit: int | None) -> ModelSpec:
@@ -155,9 +179,26 @@ LLAMA_LIKE = (
         "qwen2",
         qwen2,
         gguf=GgufForm(),
+        multimodal=(
+            Multimodal("Qwen2VLForConditionalGeneration", "qwen2_vl", _text_of(qwen2)),
+            Multimodal("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", _text_of(qwen2)),
+        ),
         unsound_kv={"fp8": _LARGE_KEYS},
     ),
-    Family("qwen3", "Qwen3ForCausalLM", "qwen3", qwen3, gguf=GgufForm()),
-    Family("qwen3_moe", "Qwen3MoeForCausalLM", "qwen3_moe", qwen3_moe),
+    Family(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        "qwen3",
+        qwen3,
+        (Multimodal("Qwen3VLForConditionalGeneration", "qwen3_vl", _text_of(qwen3)),),
+        GgufForm(),
+    ),
+    Family(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        qwen3_moe,
+        (Multimodal("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe", _text_of(qwen3_moe)),),
+    ),
     Family("phi3", "Phi3ForCausalLM", "phi3", phi3),
 )

@@ -273,6 +273,11 @@ def _cohere_like(
 ) -> ModelSpec:
     """Cohere's models: LayerNorm, one for attention and MLP, which stand beside each other."""
     config.assume(tie_word_embeddings=True)
+    config.choice("position_embedding_type", "rope_gptj", ("rope_gptj",))
+    for part in ("parallel_block", "gated_activation"):
+        if not config.flag(f"use_{part}", True):
+            config.refuse(f"use_{part}", False, "Cohere's published models have it")
+    config.ignore("use_parallel_embedding", "use_embedding_sharing")
     bias = config.flag("attention_bias", False)
     return llama_like(
         config,
@@ -307,7 +312,8 @@ def cohere2(config: ConfigReader, limit: int | None) -> ModelSpec:
     config.assume(sliding_window=4096)
     sizes = read_sizes(config, limit)
     window = read_window(config)
-    every = config.positive("sliding_window_pattern", 4)
+    every = config.positive("sliding_window_pattern", config.positive("layer_switch", 4))
+    config.choice("order_of_interleaved_layers", "local_attn_first", ("local_attn_first",))
     default = [SLIDING if (i + 1) % every else FULL for i in range(sizes.layers)]
     kinds = read_layer_types(config, sizes, default)
     if window is None and SLIDING in kinds:
@@ -341,7 +347,7 @@ LLAMA_VARIANTS = (
         "MinistralForCausalLM",
         "ministral",
         ministral,
-        Multimodal("Mistral3ForConditionalGeneration", "mistral3", mistral3),
+        (Multimodal("Mistral3ForConditionalGeneration", "mistral3", mistral3),),
     ),
     Family("ministral3", "Ministral3ForCausalLM", "ministral3", ministral3),
     Family("cohere", "CohereForCausalLM", "cohere", cohere),
@@ -350,6 +356,6 @@ LLAMA_VARIANTS = (
         "Cohere2ForCausalLM",
         "cohere2",
         cohere2,
-        Multimodal("Cohere2VisionForConditionalGeneration", "cohere2_vision", cohere2_vision),
+        (Multimodal("Cohere2VisionForConditionalGeneration", "cohere2_vision", cohere2_vision),),
     ),
 )

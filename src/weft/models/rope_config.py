@@ -85,6 +85,8 @@ def _rope(config: ConfigReader, context: RopeContext) -> RopeSpec:
 
 def _default(config: ConfigReader, plain: RopeSpec, _: RopeContext) -> RopeSpec:
     config.ignore("original_max_position_embeddings")  # saved with some plain ropes, not used
+    # M-RoPE rotates parts of a head by three positions, which are one and the same in text.
+    config.ignore("mrope_section", "mrope_interleaved")
     return plain
 
 
@@ -184,6 +186,7 @@ _READERS = {
     "linear": _linear,
     "llama3": _llama3,
     "longrope": _longrope,
+    "mrope": _default,
     "ntk_alpha": _ntk_alpha,
     "proportional": _proportional,
     "yarn": _yarn,

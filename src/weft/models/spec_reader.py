@@ -11,9 +11,10 @@ from weft.core.errors import UnsupportedModelError, short, suggest
 from weft.core.json_files import check_depth, read_object
 from weft.models.bounds import MOST_LAYER_EXPERTS
 from weft.models.config_reader import SHOWN, ConfigReader
-from weft.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE
+from weft.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, FAMILIES
 from weft.models.gguf import GgufFile
 from weft.models.hub import SUFFIX
+from weft.models.missing import missing_mechanism
 from weft.models.quant_config import read_stored_weights
 from weft.models.spec import ModelSpec
 
@@ -42,12 +43,7 @@ def spec_from_config(config: Mapping[str, Any], max_model_len: int | None = None
     name = short(architectures[0] if listed else config.get("model_type", ""), SHOWN)
     found = BY_ARCHITECTURE.get(name) or (None if architectures else BY_MODEL_TYPE.get(name))
     if found is None:
-        known = ", ".join(BY_ARCHITECTURE)
-        hint = suggest(name, BY_ARCHITECTURE)
-        raise UnsupportedModelError(
-            f"config.json: architecture '{name}' is not supported.{hint} Supported: {known}",
-            param="architectures",
-        )
+        raise UnsupportedModelError(_unsupported(name), param="architectures")
     reader = ConfigReader(config)
     family, read = found
     spec = read(reader, max_model_len)
@@ -55,6 +51,15 @@ def spec_from_config(config: Mapping[str, Any], max_model_len: int | None = None
     reader.finish()
     _check_experts(reader, spec)
     return _without_idle_windows(spec, max(spec.max_position_embeddings, max_model_len or 0))
+
+
+def _unsupported(architecture: str) -> str:
+    mechanism = missing_mechanism(architecture)
+    named = f"config.json: architecture '{architecture}' is not supported"
+    if mechanism is not None:
+        return f"{named}: weft lacks {mechanism}"
+    hint = suggest(architecture, BY_ARCHITECTURE, 0.8)
+    return f"{named}.{hint} Supported families: {', '.join(FAMILIES)}"
 
 
 def _check_experts(config: ConfigReader, spec: ModelSpec) -> None:

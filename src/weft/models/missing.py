@@ -1,0 +1,51 @@
+"""Architectures that weft does not run, and the mechanism that each one lacks here. Torch-free."""
+
+from __future__ import annotations
+
+import re
+
+_LATENT = "multi-head latent attention (MLA)"
+_SPARSE = "sparse attention by an indexer"
+_STATE = "recurrent state beside the KV cache"
+_ENCODER = "encoders, which attend in both directions"
+_OLDER = "biases of LayerNorm, and MLPs without a gate"
+_VISION = "towers for images, sound or video, and no text part of this checkpoint is known"
+
+# Patterns of whole names, of which the first one that fits counts.
+_MISSING = {
+    r"Deepseek(V2|V3|VLV2)ForCausalLM|Glm4MoeLiteForCausalLM|MiniCPM3ForCausalLM|Youtu.*": _LATENT,
+    r"Mistral(4|Large4).*|KimiK2.*|LongcatFlash.*|SarvamMLA.*|AXK1.*": _LATENT,
+    r"DeepseekV32.*|GlmMoeDsa.*|Glm5Next.*|MiniMaxM3.*": f"{_LATENT} or {_SPARSE}",
+    r"DeepseekV4.*|KimiK3.*|HYV4.*": f"{_SPARSE}, and hyper-connections",
+    r"KimiLinear.*|Bailing.*": f"{_STATE}, and {_LATENT}",
+    r"Qwen3(Next|_5).*|Nemotron_?H.*|GraniteMoeHybrid.*|Lfm[23].*|OlmoHybrid.*": _STATE,
+    r"(Falcon)?Mamba2?ForCausalLM|Jamba.*|Bamba.*|Zamba.*|Zaya.*|RecurrentGemma.*|Rwkv.*": _STATE,
+    r"MiniMaxForCausalLM|MiniMaxText01.*|xLSTM.*": _STATE,
+    r"FalconH1.*": f"{_STATE}, in one layer with attention",
+    r"GptOss.*": "attention sinks, and experts with biases",
+    r"MiMoV2.*": "attention sinks, and values of another size than keys",
+    r"Step3p.*|Laguna.*|AfMoe.*|Afmoe.*": "gates of attention's output",
+    r"Llama4.*": "attention in chunks of the sequence",
+    r"Gemma3n.*": "alternating updates of several residuals (AltUp)",
+    r"DeciLM.*": "layers without attention or of unlike MLPs",
+    r"Dbrx.*|Grok.*|Arctic.*|PhiMoE.*|Phimoe.*|JetMoe.*|Olmoe.*|FlexOlmo.*|Mixtral.*"
+    r".*M[oO][eE].*ForCausalLM|MiniMaxM2.*|Dots1.*|SolarOpen.*|HYV3.*": (
+        "its routing of experts, or experts that all tokens share"
+    ),
+    r"(GPT|Gpt|Opt|OPT|Bloom|Falcon|MPT|Mpt|CodeGen|Phi|Persimmon|StableLm|Starcoder2).*"
+    r"|Nemotron.*|Apertus.*|Arcee.*": _OLDER,
+    r".*(Bert|BERT|Roberta|Nomic|Electra|MPNet|Deberta).*|EmbeddingGemma.*": _ENCODER,
+    r"(T5|MT5|UMT5|Bart|MBart|Pegasus|Marian|M2M100|Whisper|T5Gemma).*": "encoder-decoder models",
+    r".*ForSequenceClassification|.*ForTokenClassification|.*ForRewardModel": (
+        "its head, which gives classes and no tokens"
+    ),
+    r".*ForConditionalGeneration|.*ForVision.*|.*VL.*|Llava.*|.*Omni.*": _VISION,
+}
+
+
+def missing_mechanism(architecture: str) -> str | None:
+    """Return what weft lacks for an architecture that it does not run; None if nobody knows."""
+    for pattern, mechanism in _MISSING.items():
+        if re.fullmatch(pattern, architecture):
+            return mechanism
+    return None
