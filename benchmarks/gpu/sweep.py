@@ -23,11 +23,12 @@ from figures import figure, note
 from peaks import clock_of, report_bandwidth, report_peak
 
 from weft.kernels.kv_storage import KV_DTYPES, row_size
+from weft.kernels.triton.attention import plan_on
 from weft.kernels.triton.device import ROWWISE_CAPABILITY, capability, copies_beyond_caches
 from weft.kernels.triton.fp8 import round_rows
 from weft.kernels.triton.matrix import TritonMatrix, linear, logits, small_product
 from weft.kernels.triton.sample import sample
-from weft.kernels.triton.tiles import Heads, launches, plan
+from weft.kernels.triton.tiles import Heads, launches
 from weft.kernels.triton.tuned import Trial as OneLaunch
 from weft.kernels.triton.tuned import find_tuning, random_matrix
 from weft.kernels.triton.tuned_attention import Rows, attention_calls
@@ -272,10 +273,8 @@ def split_trials(
     sizes: Sizes, model: Model, device: torch.device, tuning: Tuning, peaks: Peaks
 ) -> Iterator[Trial]:
     """Decodes of many rows of short contexts, cut into longer splits than the rule's."""
-    from weft.kernels.triton.device import shared_bytes
-
     heads = model.attention(torch.bfloat16)
-    by_rule = launches(plan(heads, None, shared_bytes(device)))[DECODE]
+    by_rule = launches(plan_on(heads, device))[DECODE]
     for rows, context in sizes.decodes[:2]:
         for least in sizes.least:
             chosen = OneLaunch(tuning)

@@ -33,7 +33,7 @@ def launch(capability: int, *shapes: str, e4m3_from: int = 89) -> None:
         e4m3_from: the first capability with this type.
     """
     attention.shared_bytes = lambda _: SHARED[capability]
-    device.capability = lambda _: divmod(capability, 10)
+    device.capability = attention.capability = lambda _: divmod(capability, 10)
     attention.has_fp8 = lambda _: capability >= e4m3_from
     for shape in shapes or EVERY:
         launch_shape(*shape.split("/"))

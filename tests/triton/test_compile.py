@@ -30,10 +30,11 @@ ATTENTION = {
         "float32/float32/1x80",
     ],
     86: ["bfloat16/bfloat16/4x512", "float32/float32/1x512"],
+    100: ["bfloat16/fp8/7x128", "bfloat16/fp8/71x64", "bfloat16/int8/2x128/4096/50"],
 }
 # What is compiled in every run: for the newest GPU types, limits and the largest head; one shape
 # for an older one.
-FEW = {90: [1, 4], 80: [0]}
+FEW = {90: [1, 4], 80: [0], 100: [0]}
 
 
 def cases(every: dict[int, list[str]], few: dict[int, list[int]]) -> list[Any]:
@@ -67,7 +68,8 @@ def test_paged_attention(capability: int, shapes: list[str]) -> None:
 @pytest.mark.parametrize(("capability", "shapes"), cases(ATTENTION, FEW))
 def test_programs_that_share_splits_run_at_once(capability: int, shapes: list[str]) -> None:
     """A multiprocessor has 65536 registers, and a KiB of shared memory more than a program."""
-    planned = [by_rule(heads_of(shape), None, SHARED[capability]).programs for shape in shapes]
+    facts = SHARED[capability], capability // 10
+    planned = [by_rule(heads_of(shape), None, *facts).programs for shape in shapes]
     built = compiled("launch_attention.launch", capability, *shapes)
     kernels = [kernel for kernel in built if kernel.kernel == "decode_kernel"]
     for kernel, programs in zip(kernels, planned, strict=True):
@@ -77,7 +79,7 @@ def test_programs_that_share_splits_run_at_once(capability: int, shapes: list[st
 
 
 def uses_matrix_units(kernel: Compiled) -> bool:
-    return kernel.wgmma or kernel.mma
+    return kernel.wgmma or kernel.mma or kernel.tcgen05
 
 
 def multiplies_halves(kernel: Compiled) -> bool:

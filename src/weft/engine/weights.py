@@ -105,14 +105,14 @@ def check_heads(
     import torch
 
     from weft.kernels.kv_storage import cache_dtype
-    from weft.kernels.triton.device import shared_bytes
-    from weft.kernels.triton.tiles import Heads, plan
+    from weft.kernels.triton.attention import plan_on
+    from weft.kernels.triton.tiles import Heads
 
-    kind = getattr(torch, dtype)
+    kind, where = getattr(torch, dtype), torch.device(device)
     cache = cache_dtype(config.kv_name(dtype))
     for sizes in _heads(spec):
         try:
-            plan(Heads(*sizes, kind, cache), None, shared_bytes(torch.device(device)), ops.tuning)
+            plan_on(Heads(*sizes, kind, cache), where, tuning=ops.tuning)
         except ValueError as error:
             raise KernelError(f"{error}; kernels='reference' serves all (slow)") from error
 

@@ -16,14 +16,14 @@ from torch import Tensor
 from weft.kernels.interface import AttentionMetadata
 from weft.kernels.kv_storage import row_size
 from weft.kernels.triton import attend, kv_write, pdl
-from weft.kernels.triton.device import has_fp8, processors, shared_bytes
+from weft.kernels.triton.device import capability, has_fp8, processors, shared_bytes
 from weft.kernels.triton.launch import interpreted
 from weft.kernels.triton.storage import as_bytes, scales_of
 from weft.kernels.triton.tiles import Heads, Plan, padded, plan
 from weft.kernels.triton.work_list import work_list
 from weft.kernels.tuning import Tuning
 
-__all__ = ["paged_attention", "plan_for"]
+__all__ = ["paged_attention", "plan_for", "plan_on"]
 
 _FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -117,7 +117,18 @@ def plan_for(
             f"{heads} query heads are no multiple of the {kv_heads} heads of the cache"
         )
     found = Heads(kv_heads, heads // kv_heads, q.shape[2], q.dtype, k_cache.dtype)
-    return plan(found, max_query_len, shared_bytes(q.device), tuning)
+    return plan_on(found, q.device, max_query_len, tuning)
+
+
+def plan_on(
+    heads: Heads,
+    device: torch.device,
+    max_query_len: int | None = None,
+    tuning: Tuning | None = None,
+) -> Plan:
+    """Return how attention is computed on a device. Raises as ``tiles.plan``."""
+    major, _ = capability(device)
+    return plan(heads, max_query_len, shared_bytes(device), tuning, major=major)
 
 
 def _few(chosen: Plan, batch: AttentionMetadata, tokens: int, common: dict[str, Any]) -> None:

@@ -100,27 +100,37 @@ _FLOAT: _Table = {
     512: ((16, 8), (16, 16, 16)),
 }
 _HOPPER_SHARED = 227 * 1024  # bytes; GPUs with less are older, or have the older products
+_BLACKWELL = 10  # major capability: scores pass through registers on their way from its own memory
+_NARROW = 32  # keys of a decode's tile of the most rows, if they are converted in registers
 
 
-def _table(dtype: torch.dtype, cache_dtype: torch.dtype, shared_bytes: int) -> _Table:
+def _table(dtype: torch.dtype, cache_dtype: torch.dtype, shared_bytes: int, major: int) -> _Table:
     if dtype == torch.float32:
         return _FLOAT
     hopper = shared_bytes >= _HOPPER_SHARED
     if cache_dtype.itemsize == 1:
-        return _BYTE_HOPPER if hopper else _BYTE
+        return _BYTE_HOPPER if hopper and major < _BLACKWELL else _BYTE
     return _HALF_HOPPER if hopper else _HALF
 
 
 def plan(
-    heads: Heads, max_query_len: int | None, shared_bytes: int, tuning: Tuning | None = None
+    heads: Heads,
+    max_query_len: int | None,
+    shared_bytes: int,
+    tuning: Tuning | None = None,
+    *,
+    major: int = 0,
 ) -> Plan:
     """Return the plan for heads, by the tuning or, without one, by rule in so much shared memory.
+
+    Args:
+        major: of the GPU's capability.
 
     Raises:
         ValueError: no kernel fits the shape, or a launch of the tuning does not.
         KernelUnavailable: the tuning is a file without the shape.
     """
-    rule = by_rule(heads, max_query_len, shared_bytes)
+    rule = by_rule(heads, max_query_len, shared_bytes, major)
     if tuning is None:
         return rule
     decode, prefill = (tuning.attention(heads.shape(op)) for op in (DECODE, PREFILL))
@@ -185,14 +195,14 @@ def _tuned(block_m: int, launch: Launch) -> Tile:
 
 
 @cache
-def by_rule(heads: Heads, max_query_len: int | None, shared_bytes: int) -> Plan:
+def by_rule(heads: Heads, max_query_len: int | None, shared_bytes: int, major: int = 0) -> Plan:
     """Return the plan for heads in so much shared memory, by rule, not measured.
 
     Raises:
         ValueError: no kernel fits the shape.
     """
     group, dim, dtype, cache_dtype = heads.group, heads.dim, heads.dtype, heads.cache_dtype
-    table = _table(dtype, cache_dtype, shared_bytes)
+    table = _table(dtype, cache_dtype, shared_bytes, major)
     size = padded(dim)
     if size not in table or group > 128:
         raise ValueError(
@@ -208,6 +218,8 @@ def by_rule(heads: Heads, max_query_len: int | None, shared_bytes: int) -> Plan:
     wanted = power_of_2(group * min(max_query_len or 1, MOST_FEW))
     least_m = max(16, power_of_2(group))
     decode_m = max(least_m, min(wanted, _WIDEST_DECODE))
+    if decode_m > _WIDEST_DECODE and cache_dtype.itemsize < dtype.itemsize:
+        decode_n = min(decode_n, _NARROW)
     sizes = (size, dtype.itemsize, cache_dtype.itemsize, shared_bytes)
     decode = _tile(decode_m, decode_n, decode_warps, *sizes)
     return Plan(

@@ -11,9 +11,9 @@ import torch
 
 from weft.kernels.interface import AttentionMetadata
 from weft.kernels.kv_storage import cache_dtype, row_size, write_rows
-from weft.kernels.triton.attention import paged_attention
-from weft.kernels.triton.device import copies_beyond_caches, shared_bytes
-from weft.kernels.triton.tiles import Heads, launches, plan
+from weft.kernels.triton.attention import paged_attention, plan_on
+from weft.kernels.triton.device import copies_beyond_caches
+from weft.kernels.triton.tiles import Heads, launches
 from weft.kernels.triton.tuned import CANNOT_RUN, DTYPES, Trial, rule
 from weft.kernels.tuning import ATTENTION_ALTERNATIVES, DECODE, Launch, LaunchShape, Tuning, search
 from weft.kernels.unavailable import KernelUnavailable
@@ -55,7 +55,7 @@ def tune_attention(
         for rows in (DECODES if shape.op == DECODE else PREFILLS)
     ]
     try:
-        start = launches(plan(heads, None, shared_bytes(device)))[shape.op]
+        start = launches(plan_on(heads, device))[shape.op]
         by_rule = [seconds(*case) for case in cases]
     except (ValueError, *CANNOT_RUN) as error:
         raise KernelUnavailable(f"no launch of {shape} runs on {device}: {error}") from error
