@@ -9,18 +9,13 @@ from __future__ import annotations
 
 import argparse
 import gc
-import shutil
 import statistics
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 import traceback
-from collections import Counter
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -28,9 +23,20 @@ from typing import Any
 
 import torch
 from figures import figure, note
-from goals import goal_of
 from peaks import read_bandwidth
 from shapes import random_decoder, shape
+from tracing import (
+    Missing,
+    Span,
+    Stacks,
+    add_options,
+    idle_share,
+    keep_trace,
+    look_into,
+    print_profile,
+    trace_file,
+    traced,
+)
 
 from weft.core.plan import StepOutputs
 from weft.core.ports import Lease
@@ -52,8 +58,6 @@ from weft.sched.scheduler import Limits
 
 PROMPT, OUTPUT, BLOCK = 16, 512, 16
 TRACED_STEPS = 20
-TOP_KERNELS = 8
-MOST_TRACE_BYTES = 15 * 2**20
 NEXT_S = 20.0  # without as much time no further batch begins
 
 
@@ -116,37 +120,6 @@ class Inbox:
         """There is always something to do."""
 
 
-@dataclass(frozen=True)
-class Span:
-    """Something that the GPU did, from ``start`` to ``end`` in us."""
-
-    name: str
-    start: float
-    end: float
-
-
-@contextmanager
-def traced(file: Path | None = None) -> Iterator[list[Span]]:
-    """All that the GPU did within, filled in at the end.
-
-    Without a GPU it is what torch did on the host.
-
-    Args:
-        file: gets it compressed, for a viewer.
-    """
-    from torch.profiler import ProfilerActivity, profile
-
-    spans: list[Span] = []
-    cuda = torch.cuda.is_available()
-    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as trace:
-        yield spans
-    if file is not None:
-        trace.export_chrome_trace(str(file))
-    for event in trace.events():
-        if event.device_type.name == "CUDA":
-            spans.append(Span(event.name, event.time_range.start, event.time_range.end))
-
-
 class Engine:
     """A decoder with what is around it."""
 
@@ -197,6 +170,13 @@ class Engine:
             loop.run_until_idle()
         return spans
 
+    def first_tokens(self, batch: int) -> None:
+        """Compute prompts until every request has its first token."""
+        loop, inbox = self._begin(batch, 2)
+        while len(inbox.first) < batch:
+            loop.step()
+        loop.run_until_idle()
+
     def _begin(self, batch: int, output: int) -> tuple[EngineLoop, Inbox]:
         sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, seed=0)
         sampling = sampling.with_defaults({})
@@ -211,100 +191,41 @@ def steady_rate(inbox: Inbox, batch: int) -> float:
     return batch * (len(full) - 1) / (full[-1] - full[0])
 
 
-def idle_share(spans: Seq[Span]) -> float:
-    """The share of the time between the first and the last event in which nothing ran."""
-    spans = sorted(spans, key=lambda span: span.start)
-    busy, reached = 0.0, spans[0].start
-    for span in spans:
-        busy += max(0.0, span.end - max(span.start, reached))
-        reached = max(reached, span.end)
-    return 1 - busy / (reached - spans[0].start)
-
-
-def profile_of(spans: Seq[Span]) -> list[tuple[str, float, int]]:
-    """Kernels, those that took most first: name, share of the time of all, how often they ran."""
-    spent: Counter[str] = Counter()
-    times: Counter[str] = Counter()
-    for span in spans:
-        name = short_name(span.name)
-        spent[name] += span.end - span.start
-        times[name] += 1
-    total = sum(spent.values())
-    return [(name, took / total, times[name]) for name, took in spent.most_common()]
-
-
-def short_name(name: str) -> str:
-    """A kernel's name without types, templates and arguments."""
-    for mark in ("<", "("):
-        name = name.split(mark)[0] or name
-    return name.removeprefix("void ").strip()[:60]
-
-
 def new_device(kind: str) -> Device:
     """A device for one engine: the graphs of another one must not share its pool."""
     return CudaDevice("cuda:0") if kind == "cuda" else HostDevice()
 
 
 def measure(
-    case: Case, batch: int, decoder: Decoder, device: Device, output: int, traces: Path | None
+    case: Case, batch: int, decoder: Decoder, device: Device, output: int, missing: Missing
 ) -> None:
-    """Measure a batch; add a trace to the archive ``traces`` if a goal is missed."""
+    """Measure a batch; what misses its goal leaves a profile and a trace."""
     name = f"{case.name}, batch {batch}"
     cuda, started = device.where.type == "cuda", time.perf_counter()
     engine = Engine(decoder, device, batch, case.kv or decoder.dtype)
     figure(f"{name}: ready", time.perf_counter() - started, "s")
     engine.run(batch, 8)  # whatever is only done once
     inbox = engine.run(batch, output)
-    found = {f"{name}: decode": (steady_rate(inbox, batch), "tok/s")}
+    rate = steady_rate(inbox, batch)
+    missed = missing(figure(f"{name}: decode", rate, "tok/s"))
     ttft = [1e3 * (when - inbox.started) for when in inbox.first.values()]
-    found[f"{name}: TTFT, median"] = statistics.median(ttft), "ms"
-    found[f"{name}: TTFT, last"] = max(ttft), "ms"
+    late = missing(figure(f"{name}: TTFT, median", statistics.median(ttft), "ms"))
+    late |= missing(figure(f"{name}: TTFT, last", max(ttft), "ms"))
     if cuda and batch == 1:
         bound = read_bandwidth(device.where) / read_bytes(decoder, case.quantize)
-        share = found[f"{name}: decode"][0] / bound
-        found[f"{name}: share of the bandwidth bound"] = share, ""
-    missed = False
-    for label, (value, unit) in found.items():
-        figure(label, value, unit)
-        goal = goal_of(label)
-        missed |= goal is not None and not goal.reached(value)
-    kept = traces if missed else None
-    if cuda or kept is not None:
+        missed |= missing(figure(f"{name}: share of the bandwidth bound", rate / bound))
+    if cuda or missed:
         with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / f"{name.replace(' ', '_').replace(',', '')}.json.gz"
-            spans = engine.trace(batch, TRACED_STEPS, file if kept else None)
-            if kept is not None:
-                keep_trace(file, kept)
-    if cuda:
-        figure(f"{name}: GPU idle", idle_share(spans))
-        print_profile(name, spans)
+            file = trace_file(Path(folder), name)
+            spans = engine.trace(batch, TRACED_STEPS, file)
+            if cuda:
+                missed |= missing(figure(f"{name}: GPU idle", idle_share(spans)))
+            print_profile(name, spans)
+            if missed:
+                keep_trace(file, missing.archive)
+    if late:
+        look_into(f"{name}, first tokens", missing.archive, lambda: engine.first_tokens(batch))
     engine.executor.close()
-
-
-def keep_trace(file: Path, archive: Path) -> None:
-    """Add a file to an archive, which is a whole one at every moment, if there is room for it."""
-    size = archive.stat().st_size if archive.exists() else 0
-    if size + file.stat().st_size > MOST_TRACE_BYTES:
-        note(f"there is no room for the trace {file.name}")
-        return
-    archive.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = archive.with_suffix(".new")
-    if size:
-        shutil.copyfile(archive, unfinished)
-    with tarfile.open(unfinished, "a" if size else "w") as tar:
-        tar.add(file, file.name)
-    unfinished.replace(archive)
-
-
-def print_profile(name: str, spans: Seq[Span]) -> None:
-    """Say which kernels took most of the time of a step, and show all that took a thousandth."""
-    for kernel, part, times in profile_of(spans)[:TOP_KERNELS]:
-        figure(f"{name}: time in {kernel} ({times} times)", part, "of the GPU's")
-    print(f"{name}: kernels of {TRACED_STEPS} steps (share, times, us each)")
-    spent = sum(span.end - span.start for span in spans)
-    for kernel, part, times in profile_of(spans):
-        if part >= 0.001:
-            print(f"  {part:6.1%} {times:7} {part * spent / times:9.1f}  {kernel}")
 
 
 def read_bytes(decoder: Decoder, quantize: str) -> int:
@@ -316,15 +237,29 @@ def read_bytes(decoder: Decoder, quantize: str) -> int:
     return size - spec.vocab_size * spec.hidden_size * getattr(torch, decoder.dtype).itemsize
 
 
-def measure_start(case: Case, decoder: Decoder, device: Device) -> None:
+def measure_start(
+    case: Case, decoder: Decoder, device: Device, missing: Missing, sizes: Seq[int] = SIZES
+) -> None:
     """How long it takes to capture the steps of every size, and the memory that they take."""
-    torch.cuda.empty_cache()
-    free, started = torch.cuda.mem_get_info(device.where)[0], time.perf_counter()
-    engine = Engine(decoder, device, 512, decoder.dtype, SIZES)
+    cuda, free = device.where.type == "cuda", 0
+    if cuda:
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info(device.where)[0]
+    started = time.perf_counter()
+    with Stacks() as stacks:
+        engine = Engine(decoder, device, max(sizes), decoder.dtype, sizes)
+    took = time.perf_counter() - started
     name = f"{case.model}: {engine.executor.captured} captured graphs"
-    figure(f"{name}, ready", time.perf_counter() - started, "s")
-    taken = free - torch.cuda.mem_get_info(device.where)[0] - engine.kv_bytes
-    figure(f"{name}, memory beside KV", taken / 2**30, "GiB")
+    missed = missing(figure(f"{name}, ready", took, "s"))
+    if cuda:
+        taken = free - torch.cuda.mem_get_info(device.where)[0] - engine.kv_bytes
+        figure(f"{name}, memory beside KV", taken / 2**30, "GiB")
+    if missed:
+        print_profile(f"{name}, start", stacks.innermost(), "of the host's")
+        with tempfile.TemporaryDirectory() as folder:
+            file = trace_file(Path(folder), f"{case.name} start")
+            stacks.save(file)
+            keep_trace(file, missing.archive)
     engine.executor.close()
 
 
@@ -337,8 +272,9 @@ def main() -> int:
     parser.add_argument("--batch", help="only these batches, with commas between")
     parser.add_argument("--output", type=int, default=OUTPUT)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--traces", type=Path, help="archive for traces of what misses its goal")
+    add_options(parser)
     options = parser.parse_args()
+    missing = Missing(options.traces, every=options.every_trace)
     cuda = options.device == "cuda"
     cases = [
         case
@@ -373,7 +309,7 @@ def main() -> int:
                 continue
             try:
                 device = new_device(options.device)
-                measure(case, batch, decoder, device, options.output, options.traces)
+                measure(case, batch, decoder, device, options.output, missing)
             except Exception as error:  # the next batch may fare better
                 failed += 1
                 traceback.print_exc()
@@ -382,7 +318,9 @@ def main() -> int:
                     return go_on(case, todo, options, deadline)
             _free(cuda)
         if case is CASES[0] and cuda and batches is None:
-            measure_start(case, decoder, new_device(options.device))
+            measure_start(case, decoder, new_device(options.device), missing)
+        elif not cuda:
+            measure_start(case, decoder, new_device(options.device), missing, (1, 2))
     return int(failed > 0)
 
 

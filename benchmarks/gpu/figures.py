@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from goals import goal_of
+from goals import Goal, goal_of
 
 
 def figure(
     name: str, value: float | str, unit: str = "", goal: float | None = None, better: str = ""
-) -> None:
-    """Print a figure.
+) -> bool:
+    """Print a figure; return whether it misses its goal, whichever GPU that is meant for.
 
     Args:
         goal: a bound that it should reach, "more" or "less" being ``better``; if not given, that of
@@ -25,6 +25,9 @@ def figure(
         if known.gpu:
             found["gpu"] = known.gpu
     print(json.dumps(found), flush=True)
+    if "goal" not in found or isinstance(value, str):
+        return False
+    return not Goal("", "", found["goal"], found["better"]).reached(value)
 
 
 def note(text: str) -> None:

@@ -42,6 +42,7 @@ GOALS = (
     Goal("decode", "qwen2.5-7b fp8, * KV, batch 256: decode", 40_000, "more", "tok/s", "H200"),
     Goal("decode", f"{QWEN} 128: TTFT, last", 50, "less", "ms", "H200"),
     Goal("decode", f"{QWEN} 128: GPU idle", 0.03, "less"),
+    Goal("decode", "qwen2.5-7b: * captured graphs, ready", 20, "less", "s", "H200"),
     Goal(
         "sweep", "* decode attention, *, context 4096, batch *[0-9]", 0.80, "more", "of bandwidth"
     ),

@@ -112,9 +112,12 @@ PARTS = (
     part("smoke", 30, "smoke.py", "--device cpu", needs="build"),
     part(
         "decode", 120, f"decode.py --model qwen2.5-7b --seconds 100 {TRACES}",
-        f"{TINY} --output 6 {TRACES}", needs="build",
+        f"{TINY} --output 6 {TRACES} --every-trace", needs="build",
     ),
-    part("sweep", 100, "sweep.py --seconds 92", "--device cpu --quick --seconds 12"),
+    part(
+        "sweep", 100, f"sweep.py --seconds 92 {TRACES}",
+        f"--device cpu --quick --seconds 12 {TRACES} --every-trace",
+    ),
     part("counters", 40, "counters.py", "--device cpu"),
     part("probes", 45, "probes.py --seconds 42", needs="build"),
     part("sanitizer", 40, "sanitize.py --seconds 36", "--device cpu", needs="build"),

@@ -14,13 +14,14 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from figures import figure, note
 from peaks import clock_of, report_bandwidth, report_peak
+from tracing import KEEP_NONE, Missing, add_options, look_into
 
 from weft.kernels.kv_storage import KV_DTYPES, row_size
 from weft.kernels.triton.attention import plan_on
@@ -44,6 +45,8 @@ SETTINGS = {  # temperature, top-k, top-p, min-p
     "temperature 0.8": (0.8, 0.0, 1.0, 0.0),
 }
 Call = Callable[[int], object]
+Make = Callable[[], tuple[Call, int]]
+TRACED, TRACED_ON_CPU = 10, 2  # runs of what misses its goal
 
 
 @dataclass(frozen=True)
@@ -135,12 +138,15 @@ class Trial:
 
     Attributes:
         make: returns it, and with how many copies of its data; it may only then take memory.
-        tell: prints the figures of so many seconds.
+        tell: prints the figures of so many seconds; returns whether one misses its goal, or None
+            if the figure that may have one is not there yet.
+        whole: name and calls of what misses it, if that is more than this one.
     """
 
     name: str
-    make: Callable[[], tuple[Call, int]]
-    tell: Callable[[float], None]
+    make: Make
+    tell: Callable[[float], bool | None]
+    whole: tuple[str, Sequence[Make]] | None = None
 
 
 class Layer:
@@ -149,14 +155,14 @@ class Layer:
     def __init__(self, name: str, share: Callable[[float], tuple[float, str]], count: int) -> None:
         self._name, self._share, self._left, self._spent = name, share, count, 0.0
 
-    def tell(self, product: str, seconds: float) -> None:
+    def tell(self, product: str, seconds: float) -> bool | None:
         figure(product, 1e6 * seconds, "us")
         self._spent += seconds
         self._left -= 1
-        if self._left == 0:
-            figure(f"{self._name}: time", 1e6 * self._spent, "us")
-            value, unit = self._share(self._spent)
-            figure(self._name, value, unit)
+        if self._left:
+            return None
+        figure(f"{self._name}: time", 1e6 * self._spent, "us")
+        return figure(self._name, *self._share(self._spent))
 
 
 def product_calls(
@@ -243,16 +249,17 @@ def _layer(
             return 2.0 * rows * numbers / spent / peak, "of the matrix peak"
         return numbers * (1 if fp8 else 2) / spent / peaks.bandwidth, "of bandwidth"
 
-    layer = Layer(name, share, len(model.products))
+    layer, makes = Layer(name, share, len(model.products)), []
     for product, shape in model.products.items():
         label = f"{name.replace('products of a layer', f'product {product}')}"
         asked = LaunchShape("gemm", kind, shape), rows, way, device, tuning
-        yield Trial(label, partial(product_calls, *asked), partial(layer.tell, label))
+        makes.append(partial(product_calls, *asked))
+        yield Trial(label, makes[-1], partial(layer.tell, label), (name, makes))
 
 
-def _tell_reading(label: str, read: int, peaks: Peaks, seconds: float) -> None:
+def _tell_reading(label: str, read: int, peaks: Peaks, seconds: float) -> bool:
     figure(f"{label}: time", 1e6 * seconds, "us")
-    figure(label, read / seconds / peaks.bandwidth, "of bandwidth")
+    return figure(label, read / seconds / peaks.bandwidth, "of bandwidth")
 
 
 def decode_trials(
@@ -294,9 +301,9 @@ def prefill_trials(
         operations = 4 * model.heads * model.head_dim * tokens * (tokens + 1) / 2
         label = f"{model.name} prefill attention, bf16, {tokens} tokens"
 
-        def tell(seconds: float, label: str = label, operations: float = operations) -> None:
+        def tell(seconds: float, label: str = label, operations: float = operations) -> bool:
             figure(f"{label}: time", 1e6 * seconds, "us")
-            figure(label, operations / seconds / peaks.halves, "of the matrix peak")
+            return figure(label, operations / seconds / peaks.halves, "of the matrix peak")
 
         asked = model.attention(torch.bfloat16), Rows(1, tokens, tokens), BLOCK, device, tuning
         yield Trial(label, partial(attention_calls, *asked), tell)
@@ -360,8 +367,13 @@ def trials(sizes: Sizes, device: torch.device, tuning: Tuning, peaks: Peaks) -> 
             yield from kind(sizes, model, *asked)
 
 
-def measure(every: Iterator[Trial], device: torch.device, deadline: float) -> int:
-    """Measure while there is time; return how many could not be measured."""
+def measure(
+    every: Iterator[Trial], device: torch.device, deadline: float, missing: Missing = KEEP_NONE
+) -> int:
+    """Measure while there is time; return how many could not be measured.
+
+    What misses its goal is run again, for a profile and a trace.
+    """
     clock, failed, late = clock_of(device), 0, 0
     for trial in every:
         if time.perf_counter() > deadline:
@@ -369,8 +381,14 @@ def measure(every: Iterator[Trial], device: torch.device, deadline: float) -> in
             continue
         try:
             call, copies = trial.make()
-            trial.tell(clock(lambda copy, call=call: _discard(call(copy)), copies))
+            missed = trial.tell(clock(lambda copy, call=call: _discard(call(copy)), copies))
             del call
+            if missing(missed):
+                name, makes = trial.whole or (trial.name, [trial.make])
+                calls = [make() for make in makes]
+                times = TRACED if device.type == "cuda" else TRACED_ON_CPU
+                look_into(name, missing.archive, partial(_repeat, calls, times))
+                del calls
         except Exception as error:  # the others may run
             failed += 1
             traceback.print_exc()
@@ -382,6 +400,13 @@ def measure(every: Iterator[Trial], device: torch.device, deadline: float) -> in
     if late:
         note(f"no time left for {late} of the sweep's figures")
     return failed
+
+
+def _repeat(calls: Sequence[tuple[Call, int]], times: int) -> None:
+    """Run calls in turns, each time with another copy of their data."""
+    for number in range(times):
+        for call, copies in calls:
+            call(number % copies)
 
 
 def _discard(_: object) -> None:
@@ -422,7 +447,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="tiny shapes, for a test")
     parser.add_argument("--seconds", type=float, default=300.0, help="begin no measurement after")
     parser.add_argument("--share", help="compile only: which of how many processes, as 0/12")
+    add_options(parser)
     options = parser.parse_args()
+    missing = Missing(options.traces, every=options.every_trace)
     deadline = time.perf_counter() + options.seconds
     device = torch.device(options.device)
     sizes = QUICK if options.quick else FULL
@@ -442,7 +469,8 @@ def main() -> int:
     eighths = report_peak(device, torch.float8_e4m3fn, sizes.peak_size)
     assert halves is not None
     peaks = Peaks(bandwidth, halves, eighths or halves)
-    return int(measure(trials(sizes, device, tuning, peaks), device, deadline) > 0)
+    every = trials(sizes, device, tuning, peaks)
+    return int(measure(every, device, deadline, missing) > 0)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parts import HERE, LAST, PARTS, ROOT, TOTAL_S, TROUBLE, Part, dry_run, select
+from parts import HERE, LAST, OUT, PARTS, ROOT, TOTAL_S, TROUBLE, Part, dry_run, select
 
 SCRIPT = ROOT / "scripts" / "gpu_check.sh"
 FIGURE = """print('{"name": "rate", "value": 3.5, "unit": "tok/s"}', flush=True)"""
@@ -310,6 +310,7 @@ def test_goals_are_those_of_figures():
         "qwen2.5-7b fp8, batch 1: share of the bandwidth bound",
         "qwen2.5-7b fp8, batch 128: TTFT, last",
         "qwen2.5-7b fp8, batch 128: GPU idle",
+        "qwen2.5-7b: 70 captured graphs, ready",
         "qwen2.5-7b FP8 products of a layer, prefill, 2048 rows",
         *(
             f"qwen2.5-7b decode attention, int8, context {context}, batch {rows}"
@@ -435,6 +436,18 @@ def test_the_page_names_the_parts_and_options_as_they_are():
     assert f"{TOTAL_S:.0f} seconds" in page
     for path in re.findall(r"(?<![\w/.-])(?:scripts|tools|tests)/[\w/.]*\w", page):
         assert (ROOT / path).exists(), path
+
+
+def test_whatever_has_a_goal_is_looked_into_in_a_dry_run():
+    """A part with goals keeps traces of those that it misses; its dry run misses all."""
+    from goals import GOALS
+
+    parts = {each.name: each for each in PARTS}
+    for goal in GOALS:
+        each = parts[goal.part]
+        assert f"{OUT}/traces.tar" in each.command, goal
+        assert f"{OUT}/traces.tar" in each.dry, goal
+        assert "--every-trace" in each.dry, goal
 
 
 def test_every_part_runs_dry():

@@ -9,7 +9,10 @@ import os
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 from parts import OUT, PARTS, ROOT
@@ -185,24 +188,114 @@ def test_decodes_are_measured_with_8_bit_kv(tmp_path):
     assert "tiny bf16, int8 KV, batch 2: decode" in found
 
 
-def test_what_misses_its_goal_leaves_a_trace(monkeypatch, tmp_path, capsys):
+def traces_of(archive: Path) -> dict[str, list[dict[str, Any]]]:
+    """The events of each trace of an archive, by its name."""
+    with tarfile.open(archive) as tar:
+        texts = {name: gzip.decompress(tar.extractfile(name).read()) for name in tar.getnames()}
+    return {name: json.loads(text)["traceEvents"] for name, text in texts.items()}
+
+
+def run_main(module: ModuleType, monkeypatch, *words: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["script", *map(str, words)])
+    return module.main()
+
+
+TINY = ("--device", "cpu", "--model", "tiny", "--batch", "2", "--output", "4")
+
+
+STEPS, FIRST, START = (f"tiny_bf16_{x}" for x in ("batch_2", "batch_2_first_tokens", "start"))
+
+
+@pytest.mark.parametrize(
+    ("missed", "traces"),
+    [
+        (["decode", "ready", "TTFT, last"], {STEPS, FIRST, START}),
+        (["TTFT, last"], {FIRST}),  # all others are reached
+    ],
+)
+def test_what_misses_its_goal_leaves_a_table_and_a_trace(
+    missed, traces, monkeypatch, tmp_path, capsys
+):
+    """Of what it is made of: steps of decodes, those with prompts, or the start on the host."""
     import decode
+    import figures
     from goals import Goal
 
-    monkeypatch.setattr(decode, "goal_of", lambda name: Goal("decode", name, 1e12, "more"))
-    words = ["decode.py", "--device", "cpu", "--model", "tiny", "--batch", "2", "--output", "4"]
+    def goal_of(name: str) -> Goal:
+        return Goal("decode", name, 1e12 if name.endswith(tuple(missed)) else 0.0, "more")
+
+    monkeypatch.setattr(figures, "goal_of", goal_of)
     archive = tmp_path / "traces.tar"
-    monkeypatch.setattr(sys, "argv", [*words, "--traces", str(archive)])
-    assert decode.main() == 0
-    (tmp_path / "other.json.gz").write_bytes(b"another one")
-    decode.keep_trace(tmp_path / "other.json.gz", archive)
+    assert run_main(decode, monkeypatch, *TINY, "--traces", archive) == 0
+    found = traces_of(archive)
+    assert {name.removesuffix(".json.gz") for name in found} == traces
+    assert all(len(events) > 3 for events in found.values())
+    told = [name for name in figures_of(capsys.readouterr().out) if ": time in " in name]
+    assert len({name.split(": time")[0] for name in told}) == len(traces)
+
+
+def test_a_sweeps_figure_that_misses_its_goal_leaves_a_table_and_a_trace(
+    monkeypatch, tmp_path, capsys
+):
+    """All products of a layer are in the trace of what they take together."""
+    import figures
+    import sweep
+    import torch
+    from goals import Goal
+    from tracing import Missing
+
+    names = ("tiny FP8 products of a layer, prefill, 80 rows",)
+    names += ("tiny decode attention, int8, context 40, batch 3",)
+    monkeypatch.setattr(
+        figures, "goal_of", lambda x: Goal("", x, 9.9, "more") if x in names else None
+    )
+    model, device = sweep.QUICK.models[0], torch.device("cpu")
+    tuning = sweep.find_tuning("auto", device)
+    archive = tmp_path / "traces.tar"
+    for kind in (sweep.decode_trials, sweep.other_product_trials):
+        every = kind(sweep.QUICK, model, device, tuning, sweep.Peaks(1e30, 1e30, 1e30))
+        chosen = [
+            each for each in every if any(x in (each.whole or (each.name,))[0] for x in names)
+        ]
+        left = float("inf"), Missing(archive)
+        assert sweep.measure(iter(chosen), device, *left) == 0
+    assert set(traces_of(archive)) == {
+        f"{x.replace(',', '').replace(' ', '_')}.json.gz" for x in names
+    }
+    told = [name for name in figures_of(capsys.readouterr().out) if ": time in " in name]
+    assert {name.split(": time")[0] for name in told} == set(names)
+
+
+def test_traces_have_a_limit(monkeypatch, tmp_path, capsys):
+    import tracing
+
+    archive, other = tmp_path / "traces.tar", tmp_path / "other.json.gz"
+    other.write_bytes(gzip.compress(b'{"traceEvents": []}'))
+    for _ in range(2):
+        tracing.keep_trace(other, archive)
     with tarfile.open(archive) as tar:
-        assert tar.getnames() == ["tiny_bf16_batch_2.json.gz", "other.json.gz"]
-        text = gzip.decompress(tar.extractfile("tiny_bf16_batch_2.json.gz").read())
-    assert "traceEvents" in json.loads(text)
-    monkeypatch.setattr(decode, "MOST_TRACE_BYTES", archive.stat().st_size)
-    decode.keep_trace(tmp_path / "other.json.gz", archive)
+        assert tar.getnames() == ["other.json.gz"] * 2
+    monkeypatch.setattr(tracing, "MOST_TRACE_BYTES", archive.stat().st_size)
+    tracing.keep_trace(other, archive)
     assert "there is no room for the trace other.json.gz" in capsys.readouterr().out
+    tracing.keep_trace(other, None)  # nobody wants one
+
+
+def test_stacks_tell_what_the_host_did(tmp_path):
+    import tracing
+
+    def waits(seconds: float) -> None:
+        time.sleep(seconds)
+
+    with tracing.Stacks(0.001) as stacks:
+        waits(0.3)
+    (name, share, _), *_ = tracing.profile_of(stacks.innermost())
+    assert name.endswith("test_stacks_tell_what_the_host_did.")
+    assert share > 0.5
+    stacks.save(tmp_path / "stacks.json.gz")
+    events = json.loads(gzip.decompress((tmp_path / "stacks.json.gz").read_bytes()))["traceEvents"]
+    longest = max(each["dur"] for each in events if each["name"].endswith(".waits"))
+    assert longest > 0.15e6
 
 
 def test_counters_are_read_from_the_profilers_table(capsys):
@@ -291,7 +384,7 @@ def test_transformers_is_measured(tmp_path):
 
 
 def test_a_profile_names_the_kernels_that_took_most():
-    from decode import Span, idle_share, profile_of
+    from tracing import Span, idle_share, profile_of
 
     spans = [
         Span("void cutlass::device_kernel<int, 4>(float*)", 0.0, 6.0),
