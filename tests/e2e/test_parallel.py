@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from queue import SimpleQueue
@@ -33,7 +34,8 @@ from weft.core.plan import (
 from weft.engine.channel import Channel, RankTokens, Report, Step
 from weft.engine.info import collect_info, format_info
 from weft.engine.rank_follower import Follower
-from weft.engine.rank_leader import Followers, ParallelExecutor, Ways
+from weft.engine.rank_leader import Followers, ParallelExecutor
+from weft.engine.rank_meeting import Ways
 from weft.kernels.collectives import ALONE, ONE_STAGE
 
 
@@ -149,6 +151,60 @@ def test_a_rank_that_cannot_be_built_says_why(error, kind, says, tmp_path, monke
     monkeypatch.setattr(sys, "executable", str(python))
     with pytest.raises(kind, match=says):
         LLM.in_process(**SMALL, tensor_parallel=2)
+    assert ranks() == before
+
+
+KILLED_RANK = """#!{python}
+import os, runpy, signal, sys, time
+rank = sys.argv[sys.argv.index("--rank") + 1]
+if rank == "{victim}":
+    import weft.{module} as module
+    before = module.{function}
+
+    def dying(*arguments):
+        if "{when}" == "after":
+            before(*arguments)
+        with open("{note}", "w") as note:
+            note.write(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    module.{function} = dying
+del sys.argv[:2]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+TASK = ("engine.rank_follower", "Channel.receive")  # between its first report and its task
+
+
+@pytest.mark.parametrize(
+    ("settings", "victim", "place", "when"),
+    [
+        ({"tensor_parallel": 2}, 1, TASK, "before"),
+        ({"tensor_parallel": 2}, 1, ("engine.build", "meet"), "before"),
+        ({"tensor_parallel": 2}, 1, ("engine.build", "meet"), "after"),
+        ({"pipeline_parallel": 3}, 2, ("engine.build", "meet"), "before"),
+        # The ranks of its stage have met, and those of all stages meet.
+        (
+            {"tensor_parallel": 2, "pipeline_parallel": 2},
+            3,
+            ("kernels.process_group", "Pipe.__init__"),
+            "before",
+        ),
+    ],
+)
+def test_a_rank_that_is_killed_before_all_have_met_is_noticed_at_once(
+    settings, victim, place, when, tmp_path, monkeypatch
+):
+    before, python, note = ranks(), tmp_path / "python", tmp_path / "note"
+    module, function = place
+    where = {"victim": victim, "module": module, "function": function, "when": when, "note": note}
+    python.write_text(KILLED_RANK.format(python=sys.executable, **where))
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(EngineDeadError) as death:
+        LLM.in_process(**SMALL, **settings)
+    noticed_s = time.monotonic() - float(note.read_text())
+    assert death.value.message == f"Rank {victim} ended while it was starting (signal SIGKILL)."
+    assert noticed_s < 5  # some 0.1 s on an idle machine; without a look at ranks 300
     assert ranks() == before
 
 

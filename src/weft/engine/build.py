@@ -47,7 +47,8 @@ from weft.engine.model import (
     resolve_settings,
 )
 from weft.engine.prefix_disk import PrefixSaver, open_prefix_disk
-from weft.engine.rank_leader import ParallelExecutor, Ways, build_parallel, meet
+from weft.engine.rank_leader import ParallelExecutor, build_parallel
+from weft.engine.rank_meeting import Ways, meet
 from weft.engine.rank_role import Role, role_of
 from weft.engine.self_profile import choose_policy as choose_policy
 from weft.engine.threads import ThreadPlan, plan_threads

@@ -19,25 +19,21 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from types import ModuleType
 from typing import NoReturn
 
 from weft.core import errors
 from weft.core.config import EngineConfig
-from weft.core.errors import EngineDeadError, KernelError, WeftError
+from weft.core.errors import EngineDeadError, WeftError
 from weft.core.plan import StepPlan, StepResult
 from weft.core.ports import Executor, Lease, Ticket
 from weft.core.process import describe_exit, start_child
 from weft.core.resolved import ResolvedConfig
 from weft.engine.channel import Channel, RankTokens, Report, Step, Task
 from weft.engine.forkserver import MEMORY_SETTINGS
+from weft.engine.rank_meeting import DEATH_S, Ways, meet_watching, process_group
 from weft.engine.rank_role import plan_of_stage
-from weft.kernels.collectives import ALONE, ONE_STAGE, Collectives, Link
-from weft.kernels.unavailable import KernelUnavailable
 
 STOP_TIMEOUT_S = 5.0
-DEATH_S = 1.0  # in which a rank that has ended is found after a collective has failed
 
 
 @dataclass
@@ -55,15 +51,16 @@ class Followers:
 
         Raises:
             EngineDeadError: one of them could not start.
+            WeftError: the typed error of a rank.
         """
         for rank in range(1, config.processes):
             self._start(rank)
         self.wait()
         with tempfile.TemporaryDirectory(prefix="weft-ranks-") as folder:
-            meeting_point = folder
             for rank, channel in enumerate(self.channels, 1):
-                channel.send(Task(asdict(config), resolved, rank, meeting_point))
-            ways = meet(0, config, meeting_point, device)
+                with contextlib.suppress(OSError):  # it has ended, which is noticed below
+                    channel.send(Task(asdict(config), resolved, rank, folder))
+            ways = meet_watching(config, folder, device, self.explain)
         threading.Thread(target=self._watch, args=(ways,), daemon=True).start()
         return ways
 
@@ -93,33 +90,42 @@ class Followers:
         for rank in range(1, len(self.channels) + 1):
             self._wait_for(rank)
 
-    def explain(self) -> None:
-        """After a failure at the start, raise the error of a rank that has ended, as ``wait``.
+    def explain(self, within_s: float = DEATH_S) -> None:
+        """Raise the error of a rank that has ended while it was starting, or does so in that time.
 
-        Rather one of another kind than EngineDeadError, which a rank also has that lost another.
+        Of several, rather one that lost no other: of another kind than EngineDeadError, or that of
+        a rank that ended without a word.
         """
-        end = time.monotonic() + DEATH_S
-        found: list[WeftError] = []
-        for rank, process in enumerate(self.processes, 1):
+        end = time.monotonic() + within_s
+        for process in self.processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, end - time.monotonic()))
-                try:
-                    self._wait_for(rank)
-                except WeftError as error:
-                    found.append(error)
+        found = []
+        for rank, process in enumerate(self.processes, 1):
+            if process.poll() is not None:
+                report = self.channels[rank - 1].receive(Report)
+                while report is not None and not report.error:  # it had come that far
+                    report = self.channels[rank - 1].receive(Report)
+                found.append((report is not None, rank, self._error_of(rank, report)))
         if found:
-            raise min(found, key=lambda error: isinstance(error, EngineDeadError))
+            found.sort(key=lambda one: (isinstance(one[2], EngineDeadError), *one[:2]))
+            raise found[0][2]
 
     def _wait_for(self, rank: int) -> None:
         report = self.channels[rank - 1].receive(Report)
         if report is None and self.first not in (0, rank):
             return self._wait_for(self.first)  # without which this one may wait forever
+        if report is None or report.error:
+            raise self._error_of(rank, report)
+        return None
+
+    def _error_of(self, rank: int, report: Report | None) -> WeftError:
+        """Why a rank did not start: by its last report, None if it ended without one."""
         if report is None:
             why = describe_exit(self.processes[rank - 1].wait())
-            raise EngineDeadError(f"Rank {rank} ended while it was starting ({why}).")
-        if report.error:
-            raise getattr(errors, report.error, WeftError)(report.message)
-        return None
+            return EngineDeadError(f"Rank {rank} ended while it was starting ({why}).")
+        kind: type[WeftError] = getattr(errors, report.error, WeftError)
+        return kind(report.message)
 
     def send(self, step: Step) -> None:
         """Send the next step to every rank. Raises OSError if one has ended."""
@@ -287,53 +293,6 @@ class ParallelTicket:
         return result
 
 
-@dataclass(frozen=True)
-class Ways:
-    """How a rank reaches the others: those of its stage, and the next stage."""
-
-    ranks: Collectives
-    link: Link
-    abort: Callable[[], None]
-
-
-def meet(rank: int, config: EngineConfig, meeting_point: str, device: str) -> Ways:
-    """Meet the other ranks in a folder. Raises KernelError or EngineDeadError."""
-    module, folder = _process_group(), Path(meeting_point)
-    width, stages = config.tensor_parallel, config.pipeline_parallel
-    ranks: Collectives = ALONE
-    link: Link = ONE_STAGE
-    aborts = []
-    try:
-        if width > 1:
-            group = module.Group(rank % width, width, folder / f"stage-{rank // width}", device)
-            ranks, aborts = group, [group.abort]
-        if stages > 1:  # where each is met when all have met the ranks of its stage
-            pipe = module.Pipe(rank, width * stages, stages, folder / "stages", device)
-            link, aborts = pipe, [*aborts, pipe.abort]
-    except KernelUnavailable as error:
-        raise KernelError(str(error)) from error
-    except RuntimeError as error:
-        raise EngineDeadError(f"Rank {rank} could not meet the others: {error}") from error
-
-    def abort() -> None:
-        for end in aborts:
-            end()
-
-    return Ways(ranks, link, abort)
-
-
-def _process_group() -> ModuleType:
-    """The collectives of torch. Raises KernelError if it is not installed."""
-    try:
-        from weft.kernels import process_group
-    except ImportError as error:
-        raise KernelError(
-            "tensor_parallel and pipeline_parallel need torch, which is not installed "
-            f"({error}): pip install 'weft[cuda]'"
-        ) from error
-    return process_group
-
-
 def build_parallel(
     config: EngineConfig,
     resolved: ResolvedConfig,
@@ -348,7 +307,7 @@ def build_parallel(
     Raises:
         WeftError: a typed error, also of another rank.
     """
-    _process_group()  # before processes are started that would miss it, too
+    process_group()  # before processes are started that would miss it, too
     followers = Followers()
     try:
         ways = followers.start(config, resolved, device)
@@ -359,6 +318,7 @@ def build_parallel(
             raise
         followers.wait()
     except BaseException:
+        followers.kill()  # they may wait for each other
         followers.close()
         raise
     teller = config.processes - config.tensor_parallel  # the first rank of the last stage
