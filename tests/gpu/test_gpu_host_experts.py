@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from checkpoints import build, prompt, save
 from served import Truth, opened, serve, settings_for, told
+from test_models_blocks import FINE, fine
+from test_models_quant import rewritten
 
 import where
 from weft.core.config import EngineConfig
@@ -18,17 +21,20 @@ from weft.core.logs import NOTICES
 from weft.core.types import SamplingParams
 from weft.engine import host_experts
 from weft.engine.costs import profile_command, profile_key
+from weft.engine.host_experts import kept_settings
 from weft.engine.info import collect_info, format_info
 from weft.engine.model import check_host_memory, find_model, resolve_settings
 from weft.engine.profiling import profiled_config
 from weft.exec import hosted_experts
 from weft.kernels.cpu import expert_server
 from weft.kernels.cpu.expert_server import ExpertServer
+from weft.kernels.hosted import HostedExperts
 from weft.kernels.ops import select_ops
 from weft.kernels.storage import Storage
 from weft.kernels.triton import hosted
 from weft.models.host_part import HostPart
 from weft.models.kept_weights import KeptWeights
+from weft.models.layout import storage_of
 from weft.models.loader import load_model
 from weft.models.packed_cache import PackedCache
 from weft.models.quant_config import StoredWeights
@@ -107,7 +113,8 @@ def test_experts_that_are_rounded_on_the_host_alone(folders, rounding) -> None:
 
 
 def nbytes_on_host(engine) -> int:
-    layers = [layer.expert_down for layer in engine.executor._decoder.layers]
+    every = [layer.expert_down for layer in engine.executor._decoder.layers]
+    layers = [experts for experts in every if isinstance(experts, HostedExperts)]
     return sum(one.nbytes for layer in layers for one in (*layer.gate_up, *layer.down))
 
 
@@ -240,7 +247,6 @@ REFUSED = [
         {"host_experts": "all", "scheduler": "load-aware", "host_kv_memory": 2**20},
         "scheduler load-aware has the host attend, too",
     ),
-    ({"host_experts": "all", "quantize": "fp8"}, "set host_quantize to int8, int4 or none"),
     ({"host_quantize": "int8"}, "there are none; set host_experts"),
     ({"host_experts": "all", "dtype": "float16", "kernels": "triton"}, "in float16; set dtype"),
 ]
@@ -269,7 +275,9 @@ MXFP4 = StoredWeights("mxfp4", 4, 32, zeros=False)
 @pytest.mark.parametrize(
     ("stored", "rounding", "message"),
     [
-        (FP8, "auto", "experts are stored as fp8.* does not compute; leave host_experts out"),
+        (FP8, "auto", None),
+        (FP8, "int4", None),
+        (FP8, "none", None),
         (AWQ, "int8", r"quantised already \(awq int4, groups of 32\); leave host_quantize out"),
         (AWQ, "auto", None),
         (MXFP4, "auto", None),
@@ -287,13 +295,70 @@ def test_quantised_checkpoints_are_taken_as_far_as_a_cpu_goes(
         return
     facts, part = host_experts.place_experts(config, *given)
     assert part is not None
-    kept = {AWQ: Storage(4, 32, "float16", zeros=True), MXFP4: Storage(8, 32)}[stored]
-    each = kept.nbytes(80, 64, gated=True) + kept.nbytes(64, 40)
+    kept = {
+        (AWQ, "auto"): Storage(4, 32, "float16", zeros=True),
+        (MXFP4, "auto"): Storage(8, 32),
+        (FP8, "auto"): Storage(8, None),
+        (FP8, "int4"): Storage(4, 64),
+        (FP8, "none"): None,
+    }[stored, rounding]
+    each, kind = 3 * 64 * 40 * 4, "float32"
+    if kept is not None:
+        each = kept.nbytes(80, 64, gated=True) + kept.nbytes(64, 40)
+        kind = f"int{kept.bits}"
     assert facts.host_weight_bytes == 3 * 6 * each
     spec = given[0]
     offloaded = host_experts.offloaded_model(config, spec, "float32", facts, part)
-    assert offloaded.kind == f"int{kept.bits}"
+    assert offloaded.kind == kind
     assert offloaded.expert_bytes == each
+
+
+@pytest.mark.parametrize("quantize", ["fp8", "fp8-head"])
+def test_a_cpu_takes_int8_in_place_of_fp8(folders, quantize, monkeypatch) -> None:
+    """By what is counted and predicted, and in a whole engine with the kernels of GPUs."""
+    settings = {"kernels": "triton", "graphs": where.ON_GPU, "quantize": quantize}
+    whole = find_model(config_of(folders["qwen3-moe"], **settings)).facts
+    free = whole.weight_bytes + whole.workspace_bytes + 2**20 - 1  # without room for one layer
+    auto = {"host_experts": "auto", "kv_memory": 2**20}
+    config = config_of(folders["qwen3-moe"], **settings, **auto)
+    with monkeypatch.context() as patch:
+        patch.setattr("weft.engine.model.free_memory", lambda _: free)
+        host = find_model(config).host
+    assert kept_settings(config, host) == {"quantize": "int8/64", "experts": "of layers 2"}
+    assert find_model(config).host is None  # where there is room
+    given = prompt(20, 2)
+    with opened(folders["qwen3-moe"], **settings, host_experts="1") as engine:
+        assert engine.model.host.layers == {2}
+        assert nbytes_on_host(engine) == engine.model.facts.host_weight_bytes
+        lines = host_experts.predicted_lines(config, engine.model, "cpu")
+        assert "experts of 1 of 3 layers on the host" in lines[0]
+        assert " in int8, read at" in lines[0]
+        first, *_, last = engine.executor._decoder.layers
+        assert last.expert_down.down[0].format == "int8"
+        assert first.expert_down.values.dtype == torch.float8_e4m3fn
+        (found,) = serve(engine, [given], [replace(GREEDY, max_tokens=1, prompt_logprobs=0)])
+    exact = Truth(folders["qwen3-moe"]).logprobs(given)
+    rounding = partial(storage_of, quantize=quantize, group=64)
+    lost = (Truth(folders["qwen3-moe"], rounding).logprobs(given) - exact).abs().mean()
+    assert 0.3 * lost < (told(found) - exact).abs().mean() < 1.6 * lost
+
+
+@pytest.mark.parametrize("wish", ["auto", "int4", "none"])
+def test_experts_that_are_stored_in_fp8_are_rounded_on_the_host(folders, wish, tmp_path) -> None:
+    folder = tmp_path / "fp8"
+    rewritten(folders["qwen3-moe"], folder, FINE, fine)
+    more = {"host_experts": "all", "host_quantize": wish, "quantize_group": 32}
+    with opened(folder, **more) as engine:
+        (found,) = serve(engine, PROMPTS[:1], [SCORED])
+        if wish != "none":  # whose panels are padded, of sizes as small as here
+            assert nbytes_on_host(engine) == engine.model.facts.host_weight_bytes
+        layer = engine.executor._decoder.layers[0]
+        kinds = {"auto": "int8", "int4": "int4", "none": "float32"}
+        assert layer.expert_down.down[0].format == kinds[wish]
+    with opened(folder) as engine:  # which computes FP8 as floats here
+        (exact,) = serve(engine, PROMPTS[:1], [SCORED])
+    gap = float((told(found) - told(exact)).abs().max())
+    assert gap < {"auto": 0.4, "int4": 1.5, "none": TOLERANCE}[wish]
 
 
 def test_profiles_are_of_the_experts_that_lie_on_the_host(folders) -> None:

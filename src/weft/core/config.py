@@ -28,6 +28,7 @@ from weft.core.types import MAX_SEED, MAX_SPECULATION, ServiceClass
 
 DTYPES = ("float32", "bfloat16", "float16")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+IN_PLACE_OF_FP8 = "int8"  # for experts on the host: as many bits, and a CPU computes with them
 DEVICES = ("cpu", "cuda")
 FP8_ACCUMULATIONS = ("fast", "full")
 ADMISSIONS = ("demote", "reject", "off")
@@ -130,7 +131,8 @@ class EngineConfig:
     host_quantize: str = setting(
         "str",
         "auto",
-        "how those experts are rounded: int8, int4, or none; auto is as quantize says",
+        "how those experts are rounded: int8, int4, or none; auto is as quantize says, and int8 "
+        "in place of fp8, with which a CPU does not compute",
         choices=("auto", "none", "int8", "int4"),
     )
     packed_cache: int = setting(
@@ -412,8 +414,9 @@ class EngineConfig:
 
     @property
     def expert_rounding(self) -> str:
-        """How experts on the host are rounded."""
-        return self.quantize if self.host_quantize == "auto" else self.host_quantize
+        """How experts on the host are rounded, unless their checkpoint decides it."""
+        wish = self.quantize if self.host_quantize == "auto" else self.host_quantize
+        return IN_PLACE_OF_FP8 if wish.startswith("fp8") else wish
 
     def ring_sizes(self, requests: int = 0) -> tuple[int, int]:
         """Slots and bytes of memory of the ring of a request plane.

@@ -189,12 +189,6 @@ def check_host_experts(config: EngineConfig) -> None:
         )
     elif config.kernels == "reference":
         reason = "kernels is 'reference', which computes everything on the device"
-    elif config.expert_rounding.startswith("fp8"):
-        raise ConfigError(
-            "A CPU does not compute with fp8, so experts on the host are not rounded as quantize "
-            "says; set host_quantize to int8, int4 or none.",
-            param="host_quantize",
-        )
     if reason:
         raise ConfigError(
             f"host_experts cannot be used here: {reason}; leave one of them out.",

@@ -153,7 +153,7 @@ def profile_key(config: EngineConfig, model: Model) -> ProfileKey:
         threads = compute_threads(config, this_machine())
         kernels["host_moe"] = (
             f"{model.host.ops.names['moe']} of {len(model.host.layers)} layers, "
-            f"{config.expert_rounding}, {threads} threads"
+            f"{model.host.quantize}, {threads} threads"
         )
     return ProfileKey(
         hardware=_hardware(config, model),

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from weft.core.config import DTYPE_BYTES, EngineConfig
+from weft.core.config import DTYPE_BYTES, IN_PLACE_OF_FP8, EngineConfig
 from weft.core.errors import ConfigError, KernelError, OutOfMemoryError
 from weft.core.kv_split import bytes_for
 from weft.core.resolved import Facts
@@ -65,7 +65,6 @@ def place_experts(
             f"host_experts keeps routed experts on the host of a GPU, but {why}; leave it out.",
             param="host_experts",
         )
-    host = _host_part(config, spec, dtype)
     each = weight_bytes(
         spec,
         dtype,
@@ -88,11 +87,11 @@ def place_experts(
         )
     if count == 0:
         return facts, None
-    host = replace(host, layers=frozenset(layers[len(layers) - count :]))
+    host = _host_part(config, spec, dtype, frozenset(layers[len(layers) - count :]))
     there = weight_bytes(
         spec,
         dtype,
-        config.expert_rounding,
+        host.quantize,
         config.quantize_group,
         computes=host.ops.computes,
         wanted=_of({layers[0]}),
@@ -113,35 +112,36 @@ def _needed(config: EngineConfig, facts: Facts, each: int, most: int) -> int:
     return min(most, max(0, -(-over // each)))
 
 
-def _host_part(config: EngineConfig, spec: ModelSpec, dtype: str) -> HostPart:
-    """Who computes on the host, and how its weights are rounded; of no layer yet."""
+def _host_part(
+    config: EngineConfig, spec: ModelSpec, dtype: str, layers: frozenset[int]
+) -> HostPart:
+    """Who computes these layers' experts on the host, and how their weights are rounded.
+
+    Those that are stored as integers stay so. FP8, with which a CPU does not compute, becomes int8,
+    unless the settings say else.
+    """
     if dtype == "float16":
         raise ConfigError(
             "A CPU does not compute experts in float16; set dtype to bfloat16, or leave "
             "host_experts out.",
             param="host_experts",
         )
-    rounding = partial(storage_of, quantize=config.expert_rounding, group=config.quantize_group)
+    quantize, stored = config.expert_rounding, spec.stored_weights
+    if stored is not None and not stored.is_float and config.host_quantize != "auto":
+        raise ConfigError(
+            f"The checkpoint is quantised already ({stored}); leave host_quantize out.",
+            param="host_quantize",
+        )
+    kept = _as_stored(spec)
+    if config.host_quantize == "auto" and kept is not None and kept.format == "e4m3":
+        quantize = IN_PLACE_OF_FP8 if quantize == "none" else quantize
+    rounding = partial(storage_of, quantize=quantize, group=config.quantize_group)
     storage = rounding("expert_down")
     try:
         ops = select_ops("cpu", dtype, "cpu", {"moe": str(storage or dtype)})
     except KernelUnavailable as error:
         raise KernelError(str(error)) from error
-    stored = spec.stored_weights
-    if stored is not None:
-        if config.host_quantize != "auto":
-            raise ConfigError(
-                f"The checkpoint is quantised already ({stored}); leave host_quantize out.",
-                param="host_quantize",
-            )
-        kept = _as_stored(spec)
-        if kept is not None and computed_as(kept, ops.computes) is None:
-            raise ConfigError(
-                f"The checkpoint's experts are stored as {kept}, with which a CPU does not "
-                "compute; leave host_experts out, or take a checkpoint in bfloat16.",
-                param="host_experts",
-            )
-    return HostPart(frozenset(), ops, rounding)
+    return HostPart(layers, ops, rounding, quantize)
 
 
 def _as_stored(spec: ModelSpec) -> Storage | None:
@@ -163,14 +163,28 @@ def check_fits_host(facts: Facts, free: int) -> None:
 
 
 def offloaded_model(
-    config: EngineConfig, spec: ModelSpec, dtype: str, facts: Facts, host: HostPart
+    config: EngineConfig,
+    spec: ModelSpec,
+    dtype: str,
+    facts: Facts,
+    host: HostPart,
+    computes: Callable[[Storage], bool] = lambda _: True,
 ) -> OffloadedModel:
-    """What a step of the model reads and computes."""
+    """What a step of the model reads and computes.
+
+    Args:
+        computes: with which codes the device multiplies.
+    """
     moe = spec.moe
     assert moe is not None
     number = next(iter(host.layers))
     on_device = weight_bytes(
-        spec, dtype, config.quantize, config.quantize_group, wanted=_of({number})
+        spec,
+        dtype,
+        config.quantize,
+        config.quantize_group,
+        computes=computes,
+        wanted=_of({number}),
     )
     device_layers = sum(layer.moe for layer in spec.layers) - len(host.layers)
     storage = host.rounding("expert_down")
@@ -222,14 +236,15 @@ def predicted_lines(config: EngineConfig, model: Model, on: str) -> list[str]:
     """
     if model.host is None:
         return []
-    offloaded = offloaded_model(config, model.spec, model.dtype, model.facts, model.host)
+    given = model.spec, model.dtype, model.facts, model.host, model.ops.computes
+    offloaded = offloaded_model(config, *given)
     rates = measured_rates(config, offloaded.kind, sheet_of(on))
     return describe_offload(config, offloaded, rates, model.facts.host_weight_bytes)
 
 
 def kept_settings(config: EngineConfig, host: HostPart | None) -> dict[str, str]:
     """What tells packed weights of the host from those with other settings."""
-    rounding = config.quantize if host is None else config.expert_rounding
+    rounding = config.quantize if host is None else host.quantize
     group = "" if rounding == "none" else f"/{config.quantize_group}"
     settings = {"quantize": f"{rounding}{group}"}
     if host is None:

@@ -22,11 +22,13 @@ class HostPart:
         layers: their numbers.
         ops: of the CPU; they pack the weights.
         rounding: how a parameter is rounded to integers, by its name; None: it is not.
+        quantize: the name of that, as in the settings.
     """
 
     layers: frozenset[int]
     ops: OpTable
     rounding: Callable[[str], Storage | None]
+    quantize: str = "none"
 
     def has(self, parameter: str) -> bool:
         """Whether a parameter, by its name, stays on the host."""
