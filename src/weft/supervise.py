@@ -231,8 +231,9 @@ async def _keep_engine(engines: EngineKeeper, card: asyncio.Future[str]) -> None
 def frontend_settings(config: EngineConfig, options: ServerOptions) -> dict[str, Any]:
     from weft.models.hub import local_source
 
-    source = local_source(config.model)
-    folder = source.parent if source is not None and source.is_file() else source
+    folder = local_source(config.model)
+    if folder is not None and folder.is_file():  # whose text may have to be made of it first
+        folder = folder.parent if (folder.parent / "tokenizer.json").is_file() else None
     return {
         "options": asdict(options),
         "folder": None if folder is None else str(folder),

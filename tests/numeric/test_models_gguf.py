@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ import transformers
 from checkpoints import prompt, randomise, reference_logits
 from gguf import GGMLQuantizationType as Type
 from gguf.quants import dequantize, quantize
+from gguf_files import add_tokenizer
 from paged import PagedRunner
+from tokenizers import Tokenizer
 
 from weft import LLM, SamplingParams
 from weft.core.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
@@ -85,8 +89,14 @@ def blocks(kind: Type, shape: tuple[int, ...], seed: int) -> np.ndarray:
     return data.reshape(shape[0], -1)
 
 
-def write(model: Any, arch: str, path: Path, kind: Type) -> None:
-    """Write the model as GGUF, its matrices in ``kind``, and put what that made of them into it."""
+def write(
+    model: Any, arch: str, path: Path, kind: Type, texts: Mapping[str, Any] | None = None
+) -> None:
+    """Write the model as GGUF, its matrices in ``kind``, and put what that made of them into it.
+
+    Args:
+        texts: for ``add_tokenizer``.
+    """
     config = model.config
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(config.num_hidden_layers)
@@ -107,8 +117,11 @@ def write(model: Any, arch: str, path: Path, kind: Type) -> None:
     if arch == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
+    if texts is None:
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+    else:
+        add_tokenizer(writer, **texts)
     names = gguf.get_tensor_name_map(
         {v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[arch], config.num_hidden_layers
     )
@@ -187,19 +200,29 @@ def test_a_file_is_packed_once_and_again_when_it_changes(tmp_path) -> None:
     assert [state(), state()] == ["packed", "mapped"]
 
 
-def test_the_engine_takes_a_file_with_a_tokenizer_beside_it(tmp_path) -> None:
-    """The built-in model as GGUF answers as the built-in model does."""
+@pytest.mark.parametrize("alone", [True, False])
+def test_the_engine_takes_a_file(tmp_path, monkeypatch, alone) -> None:
+    """The built-in model as GGUF answers as it does itself, with its tokeniser in or beside it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = resolve_model("builtin")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    path = tmp_path / "builtin.gguf"
-    write(model.eval().requires_grad_(False), "llama", path, Type.BF16)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(folder / name, tmp_path / name)
+    path, texts = tmp_path / "builtin.gguf", None
+    if alone:
+        made = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        texts = {"made": made, "model": "gpt2", "pre": "llama-bpe", "ids": {"bos": 0, "eos": 1}}
+        texts |= {"template": config["chat_template"]}
+    else:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(folder / name, tmp_path / name)
+    write(model.eval().requires_grad_(False), "llama", path, Type.BF16, texts)
     answers = []
     for name in ("builtin", str(path)):
         with LLM.in_process(name, threads=1, kv_memory="16MiB", max_num_seqs=4) as llm:
             params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-            answers.append(llm.generate(["def main("], params, progress=False)[0].text)
+            chat = llm.chat([{"role": "user", "content": "sort"}], params)
+            plain = llm.generate(["def main("], params, progress=False)[0]
+            answers.append((plain.text, chat.text))
     assert answers[0] == answers[1]
 
 

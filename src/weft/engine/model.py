@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.core.config import DTYPE_BYTES, EngineConfig
-from weft.core.errors import ConfigError, KernelError, OutOfMemoryError
+from weft.core.errors import ConfigError, KernelError, OutOfMemoryError, TokenizerError
 from weft.core.kv_types import KV_TYPES
 from weft.core.memory import available_memory
 from weft.core.resolved import (
@@ -34,6 +34,7 @@ from weft.kernels.ops import OP_DTYPES, TUNED, select_ops
 from weft.kernels.unavailable import KernelUnavailable
 from weft.models.fused import describe_layers
 from weft.models.generation import GenerationDefaults, read_generation_defaults
+from weft.models.gguf_text import text_folder
 from weft.models.host_part import HostPart
 from weft.models.hub import resolve_model
 from weft.models.layout import weight_bytes
@@ -52,6 +53,7 @@ class Model:
 
     Attributes:
         source: a model folder, or a GGUF file.
+        folder: of tokeniser, template and sampling defaults.
         rank_spec: what this rank computes; the same as ``spec`` where the model is neither cut nor
             split into stages.
         facts: of one rank.
@@ -60,6 +62,7 @@ class Model:
     """
 
     source: Path
+    folder: Path
     spec: ModelSpec
     rank_spec: ModelSpec
     generation: GenerationDefaults
@@ -74,11 +77,6 @@ class Model:
     def own_layers(self) -> range | None:
         """Those of this rank's stage; None where there is one stage."""
         return self.layers[self.rank_spec.stage.number] if self.layers else None
-
-    @property
-    def folder(self) -> Path:
-        """The folder of tokeniser, template and sampling defaults."""
-        return self.source.parent if self.source.is_file() else self.source
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -144,12 +142,22 @@ def find_model(
         ]
     )
     facts, host = place_experts(config, spec, dtype, ops, facts)
-    folder = source.parent if source.is_file() else source
+    folder = _text_folder(source, config.tokenizer)
     defaults = read_generation_defaults(folder)
     layers = tuple(range(s.stage.first, s.stage.first + s.num_layers) for s in stages)
     if len(stages) == 1:
         layers = ()
-    return Model(source, spec, rank_spec, defaults, dtype, facts, ops, device, host, layers)
+    return Model(source, folder, spec, rank_spec, defaults, dtype, facts, ops, device, host, layers)
+
+
+def _text_folder(source: Path, tokenizer: str | None) -> Path:
+    """The folder of a model's text files; beside another tokeniser, its own need not be known."""
+    try:
+        return text_folder(source)
+    except TokenizerError:
+        if tokenizer is None:
+            raise
+        return source.parent
 
 
 def _weight_bytes(config: EngineConfig, dtype: str, ops: OpTable, spec: ModelSpec) -> int:

@@ -125,8 +125,9 @@ class GgufFile:
         if self._form.attention_bias:
             config["attention_bias"] = "blk.0.attn_q.bias" in self._stored
         config |= self._rope(found) | self._gemma(found, hidden, heads, head_dim, layers)
-        for key, stored in (("bos_token_id", "bos_token_id"), ("eos_token_id", "eos_token_id")):
-            config[key] = self._fields.get(f"tokenizer.ggml.{stored}")
+        config["bos_token_id"] = self._fields.get("tokenizer.ggml.bos_token_id")
+        ends = [self._fields.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
+        config["eos_token_id"] = list(dict.fromkeys(end for end in ends if end is not None)) or None
         found.ignore(*_IGNORED.split())
         found.finish()
         return config

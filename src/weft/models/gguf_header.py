@@ -1,7 +1,7 @@
 """Reads the header of a GGUF file; checks counts and lengths against the file before use.
 
 The reader of the ``gguf`` package builds whatever the header asks for, an array of 2^60 numbers
-too, and takes seconds for the vocabulary of a real file, which is not needed here. Torch-free.
+too, and takes seconds for the vocabulary of a real file, which is seldom needed. Torch-free.
 
 Layout (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): magic, version, the number of
 tensors and of fields; fields (key, type, value); descriptions of tensors; the data of the tensors,
@@ -57,15 +57,19 @@ class GgufHeader:
     """The header of a GGUF file.
 
     Attributes:
-        fields: the metadata. A list of strings, or a very long one, is a text that says so.
+        fields: the metadata. A list of strings, or a very long one, is a text that says so, unless
+            all lists were asked for.
     """
 
     fields: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
 
 
-def read_header(path: Path) -> GgufHeader:
+def read_header(path: Path, *, lists: bool = False) -> GgufHeader:
     """Read the header of a file, whose tensors stay mapped.
+
+    Args:
+        lists: whether to read also lists of strings and very long ones, which takes a second.
 
     Raises:
         CheckpointError: the file is damaged, or larger in some respect than that of any model.
@@ -73,7 +77,7 @@ def read_header(path: Path) -> GgufHeader:
     try:
         with path.open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return _HeaderReader(data).read()
+        return _HeaderReader(data, lists=lists).read()
     except (OSError, ValueError, struct.error) as error:
         raise CheckpointError(
             f"cannot read {path}: {short(error)}; the file is damaged or incomplete, fetch it again"
@@ -83,8 +87,9 @@ def read_header(path: Path) -> GgufHeader:
 class _HeaderReader:
     """A place in a file that moves on with every value that is read. Raises ValueError."""
 
-    def __init__(self, data: mmap.mmap) -> None:
+    def __init__(self, data: mmap.mmap, *, lists: bool) -> None:
         self._data = data
+        self._lists = lists
         self._at = 0
         self._end = min(len(data), MOST_HEADER_BYTES)
         self._strings = 0
@@ -141,18 +146,24 @@ class _HeaderReader:
         value = self._number(_SCALARS[kind])
         return bool(value) if kind == _BOOL else value
 
+    def _string(self) -> str:
+        """A string of a list; of a vocabulary some are cut within a character."""
+        return self._take(self._number("Q")).decode(errors="replace")
+
     def _array(self, kind: int, count: int) -> list[Any] | str:
         if kind == _STRING:
             self._strings += count
             if self._strings > MOST_STRINGS:
                 raise ValueError(f"it has lists of {self._strings} strings")
+            if self._lists:
+                return [self._string() for _ in range(count)]
             for _ in range(count):
                 self._skip(self._number("Q"))
             return f"a list of {count} strings"
         if kind not in _SCALARS:
             raise ValueError(f"a field is a list of the type {kind}")
         size = struct.calcsize(_SCALARS[kind])
-        if count > MOST_LISTED:
+        if count > MOST_LISTED and not self._lists:
             self._skip(count * size)
             return f"a list of {count} numbers"
         return list(struct.unpack(f"<{count}{_SCALARS[kind]}", self._take(count * size)))
