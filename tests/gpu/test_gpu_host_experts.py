@@ -46,7 +46,7 @@ SCORED = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, seed=0, pr
 # One longer than a step and than every captured one, so in chunks; one of a token.
 PROMPTS = [prompt(90, 1), [5], prompt(20, 2), prompt(7, 3)]
 MIXED, DENSE = "qwen3-moe-mixed", "llama-gqa"
-FAMILIES = ["qwen3-moe", MIXED, "gemma4-moe-key-is-value"]  # the last with an MLP beside experts
+FAMILIES = ["qwen3-moe", MIXED, "gemma4-moe-key-is-value", "qwen2-moe"]  # the last two beside MLPs
 
 
 @pytest.fixture(scope="module")
@@ -87,14 +87,15 @@ def test_experts_of_the_host_give_the_tokens_of_the_model(folders, family) -> No
         assert truth.gap(PROMPTS[0][:70], several[-1]) < TOLERANCE
 
 
-def test_the_kernels_of_gpus_wait_for_the_host(folders) -> None:
+@pytest.mark.parametrize("family", ["qwen3-moe", "qwen2-moe"])
+def test_the_kernels_of_gpus_wait_for_the_host(folders, family) -> None:
     """Uncaptured here, as each run is interpreted; the layers are fused ones."""
     given, asked = [prompt(20, 2), [5]], [replace(GREEDY, max_tokens=2)] * 2
     settings = {"kernels": "triton", "graphs": where.ON_GPU, "host_experts": "2"}
-    with opened(folders["qwen3-moe"], **settings) as engine:
+    with opened(folders[family], **settings) as engine:
         assert engine.executor._functions.experts._await_answer is hosted.await_answer
         found = serve(engine, given, asked)
-    truth = Truth(folders["qwen3-moe"])
+    truth = Truth(folders[family])
     assert max(truth.miss(*pair) for pair in zip(given, found, strict=True)) < TOLERANCE
 
 

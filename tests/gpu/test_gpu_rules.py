@@ -43,7 +43,7 @@ from weft.kernels.sampling import RowState
 from weft.kernels.triton import attention, device, matrix, tuned
 from weft.kernels.tuning import Heuristic
 from weft.models.decoder import Decoder
-from weft.models.layout import parameters, storage_of
+from weft.models.layout import is_kept_float32, parameters, storage_of
 from weft.models.spec_reader import spec_from_config
 
 GPU = torch.device("meta")
@@ -122,7 +122,8 @@ def decoder_of(name: str, dtype: torch.dtype, quantize: str, *, hosted: bool = F
         label = "lm_head" if tied else parameter.name
         storage = storage_of(label, quantize, 64)
         if storage is None:
-            tensor = torch.empty(parameter.shape, dtype=dtype, device=GPU)
+            floats = torch.float32 if is_kept_float32(label) else dtype
+            tensor = torch.empty(parameter.shape, dtype=floats, device=GPU)
             weights[parameter.name] = ops.pack(label, tensor)
         else:
             kind = dtype_name(dtype)
@@ -235,7 +236,7 @@ def weights_before(down: str) -> str:
     return down.replace("expert_down", "expert_gate_up")
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "gemma4-moe-key-is-value"])
+@pytest.mark.parametrize("name", ["qwen3-moe", "gemma4-moe-key-is-value", "glm4-moe"])
 def test_steps_with_experts_on_the_host_read_only_what_both_see(
     name, launches, monkeypatch
 ) -> None:

@@ -40,7 +40,7 @@ struct Numbers {
 };
 
 // What a layer has beside attention.
-enum class Has { mlp, experts, everything };
+enum class Has { mlp, experts, shared, everything };
 
 // How the matrices of a model are stored, and the type of its activations.
 struct Kind {
@@ -56,13 +56,15 @@ constexpr Kind kinds[] = {{DType::f32, Format::f32},
                           {DType::bf16, Format::int4, 128},
                           {DType::bf16, Format::bf16, 0, Has::experts},
                           {DType::f32, Format::int4, 32, Has::experts},
+                          {DType::f32, Format::f32, 0, Has::shared},
+                          {DType::bf16, Format::int4, 32, Has::shared},
                           {DType::f32, Format::f32, 0, Has::everything},
                           {DType::bf16, Format::int8, 0, Has::everything}};
 
 struct Model {
   static constexpr int64_t hidden = 130, size = 333, heads = 3, kv_heads = 1, head_size = 24;
   static constexpr int64_t columns = (heads + 2 * kv_heads) * head_size, half = 5, tokens = 21;
-  static constexpr int64_t experts = 5, expert_size = 40, width = 9;
+  static constexpr int64_t experts = 6, expert_size = 40, width = 9;
   const Kind kind;
   const DType type = kind.type;
   std::mt19937 draw{7};
@@ -106,9 +108,26 @@ struct Model {
       mixture.down.push_back(matrix(hidden, expert_size, false));
     }
     layer.experts = &mixture;
-    layer.router = matrix(experts, hidden, false);
-    layer.top_k = 2;
-    layer.normalise = true;
+    layer.mlp_gate = kind.has == Has::shared;
+    layer.router = matrix(experts + (layer.mlp_gate ? 1 : 0), hidden, false);
+    layer.routing.top_k = 2;
+    layer.routing.normalise = true;
+    if (layer.mlp_gate) add_routing();
+  }
+
+  void add_routing() {
+    layer.activation = Activation::swiglu_oai;
+    layer.float_scores = true;
+    layer.router_bias = numbers(type, experts + 1);
+    layer.routing.sigmoid = true;
+    layer.routing.groups = 3;
+    layer.routing.top_groups = 2;
+    layer.routing.group_best = 2;
+    layer.routing.scale = 1.5f;
+    layer.routing.bias = floats(experts);
+    mixture.activation = Activation::swiglu_oai;
+    mixture.gate_up_bias = numbers(type, experts * 2 * expert_size);
+    mixture.down_bias = numbers(type, experts * hidden);
   }
 
   void add_extras() {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -210,6 +211,34 @@ def test_a_mixture_reads_the_experts_that_tokens_go_to():
     assert times[0] == pytest.approx(one, rel=1e-6)
     assert times == sorted(times)
     assert times[-1] == pytest.approx(every, rel=0.001)
+
+
+def test_every_token_reads_the_shared_experts():
+    shape = model_shape("qwen3-30b-a3b")
+    alone, shared = (
+        Roofline(one, hardware("h100"), overhead=NO_OVERHEAD).terms(tally((99, 1))).dense
+        for one in (shape, replace(shape, shared=512))
+    )
+    more = shape.layers * 3 * 2048 * 512
+    assert shared - alone == pytest.approx(more * 2 / 3350e9)
+    assert replace(shape, shared=512).active_parameters - shape.active_parameters == more
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"n_routed_experts": 8, "n_shared_experts": 2},
+        {"moe_num_experts": 8, "moe_num_shared_experts": 2, "moe_k": 3},
+        {"num_experts": 8, "shared_expert_intermediate_size": 96},
+        {"num_local_experts": 8, "shared_intermediate_size": 96},
+    ],
+)
+def test_shared_experts_are_read_from_configs(keys):
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 9}
+    sizes |= {"intermediate_size": 128, "moe_intermediate_size": 48}
+    routed = {} if "moe_k" in keys else {"num_experts_per_tok": 3}
+    shape = ModelShape.from_config(sizes | routed | keys)
+    assert (shape.experts, shape.experts_per_token, shape.shared) == (8, 3, 96)
 
 
 def test_a_window_bounds_what_attention_reads():

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from moe_checkpoints import moe_cases
 from torch import Tensor, nn
 
 from weft.models.families import FAMILIES
@@ -415,7 +416,7 @@ CASES: dict[str, Case] = {
         moe_intermediate_size=24,
         tie_word_embeddings=False,
     ),
-}
+} | moe_cases(_case, _rope, LAYERS_2_1)
 
 
 FAMILY_CASES = {  # the first one of each family
@@ -431,7 +432,9 @@ def randomise(model: nn.Module, seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
     for name, tensor in model.state_dict().items():
         noise = torch.randn(tensor.shape, generator=draw)
-        if tensor.ndim >= 2 and "embed_tokens" not in name:
+        if name.endswith("e_score_correction_bias"):
+            tensor.copy_(noise * 0.1)  # as large as weights that it chooses between
+        elif tensor.ndim >= 2 and "embed_tokens" not in name:
             tensor.copy_(noise * 1.3 / tensor.shape[-1] ** 0.5)
         elif tensor.ndim >= 2:
             tensor.copy_(noise * 0.4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -15,6 +17,7 @@ from weft.kernels.cpu import attention
 from weft.kernels.cpu.experts import moe, route
 from weft.kernels.cpu.matrix import CpuMatrix, linear
 from weft.kernels.cpu.rows import act_mul
+from weft.kernels.routing import SCORINGS, Routing
 from weft.kernels.storage import Storage
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -43,23 +46,81 @@ def test_route(isa, dtype, tokens, experts, top_k, normalise, seed) -> None:
     attention.use_isa(isa)
     top_k = min(top_k, experts)
     scores = (numbers(seed, tokens, experts + 1) * 8).round().to(dtype)[:, 1:] / 4
-    shares, ids = route(scores, top_k, normalise)
+    routing = Routing(top_k, normalise)
+    shares, ids = route(scores, routing)
     expected, expected_ids = in_order(scores, top_k, normalise)
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(shares, expected, rtol=3e-6, atol=0)
-    torch.testing.assert_close(shares, reference.route(scores, top_k, normalise)[0])
+    torch.testing.assert_close(shares, reference.route(scores, routing)[0])
+
+
+@searching(100)
+@given(st.data())
+def test_route_by_other_weights(data) -> None:
+    """Sigmoids, biases that only choose, groups, a factor."""
+    size, groups = data.draw(st.integers(2, 9)), data.draw(st.integers(1, 6))
+    kept = data.draw(st.integers(1, groups))
+    routing = Routing(
+        data.draw(st.integers(1, min(6, kept * size))),
+        data.draw(st.booleans()),
+        data.draw(st.sampled_from(SCORINGS)),
+        groups,
+        kept,
+        data.draw(st.integers(1, 2)),
+        data.draw(st.sampled_from([1.0, 2.5])),
+    )
+    scores = numbers(data.draw(st.integers(0, 99)), 5, groups * size)
+    bias = numbers(7, groups * size) / 4 if data.draw(st.booleans()) else None
+    shares, ids = route(scores, routing, bias)
+    expected, expected_ids = reference.route(scores, routing, bias)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(shares, expected)
+    if bias is not None:
+        with pytest.raises(ValueError, match="correction_bias"):
+            route(scores, routing, bias[:-1])
+
+
+def test_a_bias_chooses_and_weighs_nothing() -> None:
+    """By hand: sigmoids of 0, 1 and 2 are 0.5, 0.731 and 0.881."""
+    scores, bias = torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([1.0, 0.0, 0.0])
+    shares, ids = route(scores, Routing(2, True, "sigmoid", routed_scaling_factor=2.0), bias)
+    assert ids.tolist() == [[0, 2]]
+    torch.testing.assert_close(shares, torch.tensor([[0.72422, 1.27578]]), rtol=1e-4, atol=0)
+
+
+def test_groups_are_chosen_before_experts() -> None:
+    """The best expert is in a group whose best two are worse than those of another one."""
+    scores = torch.tensor([[9.0, -9.0, 3.0, 3.0, 2.0, 2.0]])
+    routing = Routing(2, scoring="sigmoid", n_group=3, topk_group=1)
+    assert route(scores, routing)[1].tolist() == [[2, 3]]
+    assert route(scores, replace(routing, group_best=1))[1].tolist() == [[0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("routing", "words"),
+    [
+        (Routing(2, scoring="tanh"), "unknown scoring 'tanh'"),
+        (Routing(2, n_group=4), "6 experts cannot stand in 4 groups"),
+        (Routing(3, n_group=3, topk_group=1), "3 experts cannot be chosen from 1 of 3 groups of 2"),
+        (Routing(1, n_group=6, topk_group=2), "the best 2 of 1 experts cannot rank a group"),
+    ],
+)
+def test_routings_that_cannot_be_are_errors(routing, words) -> None:
+    for of in (route, reference.route):
+        with pytest.raises(ValueError, match=words):
+            of(torch.zeros(1, 6), routing)
 
 
 def test_scores_that_are_no_numbers() -> None:
     lowest, nan = float("-inf"), float("nan")
     scores = torch.tensor([[lowest, 1.0, lowest, 0.0], [0.0, nan, 1.0, 2.0], [1.0, 1.0, 1.0, 1.0]])
-    shares, ids = route(scores, 3, False)
+    shares, ids = route(scores, Routing(3))
     assert ids.tolist() == [[1, 3, 0], [0, 1, 2], [0, 1, 2]]
     torch.testing.assert_close(shares[0], torch.tensor([0.7310586, 0.2689414, 0.0]))
     assert shares[1].isnan().all()
     assert shares[2].tolist() == [0.25] * 3
     for odd in (torch.full((1, 3), lowest), torch.tensor([[0.0, float("inf"), 0.0]])):
-        shares, ids = route(odd, 2, True)
+        shares, ids = route(odd, Routing(2, normalise=True))
         assert ids.tolist() == [[0, 1]]
         assert shares.isnan().all()
 
@@ -102,7 +163,7 @@ class Mixture:
 
 
 def some_routes(seed: int, tokens: int, experts: int, top_k: int) -> tuple[Tensor, Tensor]:
-    return reference.route(numbers(seed, tokens, experts), top_k, True)
+    return reference.route(numbers(seed, tokens, experts), Routing(top_k, normalise=True))
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -123,11 +184,34 @@ def test_moe_is_the_weighted_sum_of_the_experts(isa, dtype, stored) -> None:
         expected = mixture.one_by_one(x, shares, ids, activation)
         torch.testing.assert_close(found, expected)
         by_reference = reference.moe(
-            x, shares, ids, mixture.gate_up, mixture.down, activation, linear
+            x, shares, ids, mixture.gate_up, mixture.down, activation, linear=linear
         )
         limits = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (1e-2, 5e-3)}[dtype]
         if not stored:  # a last bit of an activation rounds to another integer
             torch.testing.assert_close(found, by_reference, rtol=limits[0], atol=limits[1])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stored", [(), (INT4,)], ids=["floats", "int4"])
+def test_biases_of_experts(isa, dtype, stored) -> None:
+    """With and without each of both, in the activation of the models that have them."""
+    attention.use_isa(isa)
+    mixture = Mixture(dtype, 4, 70, 42, *stored)
+    x, (shares, ids) = numbers(1, 9, 70).to(dtype) * 4, some_routes(2, 9, 4, 2)
+    biases = numbers(3, 4, 84).to(dtype) * 4, numbers(4, 4, 70).to(dtype)
+    for first in (None, biases[0]):
+        for second in (None, biases[1]):
+            of = x, shares, ids, mixture.gate_up, mixture.down, "swiglu_oai", first, second
+            expected = reference.moe(*of, linear=linear)
+            limits = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (2e-2, 2e-2)}[dtype]
+            if stored:  # a last bit of an activation rounds to another integer
+                limits = (5e-2, 1e-1)
+            torch.testing.assert_close(moe(*of), expected, rtol=limits[0], atol=limits[1])
+    with pytest.raises(ValueError, match="gate_up_bias"):
+        moe(*of[:6], biases[1])
+    with pytest.raises(ValueError, match="down_bias"):
+        moe(*of[:7], biases[1].double())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -150,8 +234,9 @@ def test_a_token_depends_on_no_other_nor_on_threads(dtype, stored) -> None:
 def test_arrays_of_numpy_give_the_same_bits() -> None:
     mixture = Mixture(torch.bfloat16, 3, 32, 16)
     x, scores = numbers(0, 6, 32).bfloat16(), numbers(1, 6, 3).bfloat16()
-    shares, ids = route(scores, 2, True)
-    found_shares, found_ids = route(to_numpy(scores), 2, True)
+    routing = Routing(2, normalise=True)
+    shares, ids = route(scores, routing)
+    found_shares, found_ids = route(to_numpy(scores), routing)
     assert torch.equal(to_torch(found_shares), shares)
     assert torch.equal(to_torch(found_ids), ids)
     found = moe(to_numpy(x), found_shares, found_ids, mixture.gate_up, mixture.down, "silu")
@@ -192,6 +277,6 @@ def test_what_does_not_fit_is_an_error() -> None:
         mixture.run(x, shares, ids)
     for scores, top_k in ((x, 0), (x, 33), (x[0], 1)):
         with pytest.raises(ValueError, match="cannot be chosen"):
-            route(scores, top_k, True)
+            route(scores, Routing(top_k))
     with pytest.raises(ValueError, match="no kernel"):
-        route(x.half(), 1, True)
+        route(x.half(), Routing(1))

@@ -35,7 +35,7 @@ class Weights:
             head_dim=dim,
             norm_eps=1e-5,
             norm_plus_one=sample.random() < 0.5,
-            activation=sample.choice(["silu", "gelu_tanh"]),
+            activation=sample.choice(["silu", "gelu_tanh", "swiglu_oai"]),
             qk_norm_whole=sample.random() < 0.3,
             qk_norm_rotated=sample.random() < 0.3,
             residual_scale=sample.choice([1.0, 1.0, 0.22]),

@@ -36,6 +36,7 @@ from weft.kernels.parts import (
     RoutedExperts,
     StackParts,
 )
+from weft.kernels.routing import Routing
 from weft.models.decoder import Decoder
 from weft.models.fused import describe_layers
 from weft.models.layout import storage_of
@@ -160,8 +161,7 @@ def layer_parts() -> LayerParts:
         RoutedExperts(
             tuple(CpuMatrix(torch.ones(8, 16), gated=True) for _ in range(3)),
             tuple(matrix(16, 4) for _ in range(3)),
-            top_k=2,
-            normalise=True,
+            Routing(2, normalise=True),
             scale=torch.ones(3),
         ),
         torch.ones(1),
@@ -197,7 +197,7 @@ def test_parts_that_do_not_fit_are_an_error() -> None:
         CpuLayer(replace(parts, scalar=torch.ones(2)))
     for changes, words in (
         ({"scale": torch.ones(4)}, "expert_scale"),
-        ({"top_k": 4}, "4 of 3 experts"),
+        ({"routing": Routing(4)}, "4 of 3 experts"),
         ({"gate_up": parts.experts.down}, "expert 0"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -13,11 +13,12 @@ from weft.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, FAMILIES, GGUF_
 from weft.models.gemma import GEMMA
 from weft.models.llama_like import LLAMA_LIKE
 from weft.models.llama_variants import LLAMA_VARIANTS
+from weft.models.moe_families import MOE_FAMILIES
 from weft.models.spec_reader import spec_from_config
 
 
 def test_no_name_stands_in_two_rows():
-    rows = [*LLAMA_LIKE, *LLAMA_VARIANTS, *GEMMA]
+    rows = [*LLAMA_LIKE, *LLAMA_VARIANTS, *GEMMA, *MOE_FAMILIES]
     checkpoints = len(rows) + sum(len(row.multimodal) for row in rows)
     assert len(FAMILIES) == len(rows)
     assert len(BY_ARCHITECTURE) == len(BY_MODEL_TYPE) == checkpoints

@@ -9,6 +9,7 @@ from weft.kernels.block_arrays import BlockArrays, block_pairs
 from weft.kernels.hosted import HostWord
 from weft.kernels.kv_storage import KV_DTYPES, row_size
 from weft.kernels.lanes import MOST_LOOKS, LaneOutbox, LaneState, TicketRule
+from weft.kernels.routing import Routing
 from weft.kernels.sampling import SETTINGS, RowState, SampleBatch
 from weft.kernels.triton import (
     activation,
@@ -61,7 +62,7 @@ def launch_rows(dtype: torch.dtype) -> None:
     kind = norm.NormKind(1e-6, False)
     norm.rms_norm(x, weight, 1e-6, False)
     for scores in (torch.empty(TOKENS, 128, dtype=dtype), split(128, dtype)):
-        route.route(scores, 8, True)
+        route.route(scores, Routing(8, normalise=True))
     ids = torch.zeros(TOKENS, dtype=torch.int64)
     embedding.embedding(ids, x)
     codes = torch.empty(TOKENS, HIDDEN, dtype=torch.uint8).view(torch.float8_e4m3fn)

@@ -15,6 +15,7 @@ from weft.kernels.arrays import dtype_name
 from weft.kernels.float8 import E4M3, Rounded
 from weft.kernels.parts import Biases, LayerParts, LayerShape, Norms
 from weft.kernels.reference import known_ids
+from weft.kernels.routing import Routing
 from weft.kernels.storage import Storage
 from weft.kernels.triton.activation import ACTIVATIONS, act_mul_for
 from weft.kernels.triton.fp8 import round_rows
@@ -167,7 +168,7 @@ def test_parts_of_a_product_are_read_as_their_sum(kind, splits) -> None:
     for of_heads in (None, norms):
         found = rotate(parts, heads, kv_heads, cos, sin, of_heads)
         assert torch.equal(found, rotate(rows, heads, kv_heads, cos, sin, of_heads))
-    for one, same in zip(route(parts, 3, True), route(whole, 3, True), strict=True):
+    for one, same in zip(*(route(one, Routing(3, True)) for one in (parts, whole)), strict=True):
         assert torch.equal(one, same)
 
 

@@ -27,7 +27,7 @@ def gated_truth(x: Tensor, made: TritonMatrix, bias: Tensor | None, activation: 
     y = float8.rounded_inputs(x, made.inputs).double() @ made.dequantize().double().T
     y = y if bias is None else y + bias.double()
     gate, up = y.chunk(2, -1)
-    return reference.activate(gate, activation) * up
+    return reference.act_mul(torch.cat((gate, up), -1), activation)
 
 
 def whole(y: Tensor | SplitProduct) -> Tensor:

@@ -20,9 +20,11 @@ from weft.models.loader import load_model
 
 CPU, DEVICE = torch.device("cpu"), torch.device(where.NAME)
 TOLERANCE = 1e-4  # absolute, on float32 logits
-FAMILIES = ["qwen3-full", "gemma4-shared-kv", "qwen3-moe"]
+FAMILIES = ["qwen3-full", "gemma4-shared-kv", "qwen3-moe", "glm4-moe", "qwen2-moe"]
 FAMILIES += [pytest.param(name, marks=deep_on_cpu) for name in ("qwen2-window", "phi4-partial")]
 DEEP = ("gemma2", "glm4", "granite", "hunyuan", "olmo3", "smollm3-windows")
+DEEP += ("glm4-moe-groups", "minimax-m2-moe", "mixtral-moe-window", "qwen2-moe-mixed", "ernie-moe")
+DEEP += ("olmoe", "dots1-moe-windows", "granite-moe", "granite-moe-shared", "exaone-moe", "hy3-moe")
 FAMILIES += [pytest.param(name, marks=deep_on_cpu) for name in DEEP]
 # Two rows of other lengths, then one token for each of them beside the prompt of a third.
 STEPS: list[Rows] = [

@@ -43,7 +43,7 @@ def truth(x, shares, experts, gate_up, down, activation):
         return float8.linear(rows, weight, bias, torch.float32)
 
     weights = gate_up.dequantize(), down.dequantize()
-    return reference.moe(x.float(), shares, experts, *weights, activation, linear)
+    return reference.moe(x.float(), shares, experts, *weights, activation, linear=linear)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -56,6 +56,28 @@ def test_sums_of_experts(kind, seed) -> None:
     assert found.dtype == x.dtype
     error = (found.float() - expected).abs().max()
     assert error <= TOLERANCE[kind] * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("gated", [False, True])
+def test_biases_and_shared_experts(kind, gated) -> None:
+    """In the activation of the models that have biases; what shared experts give may be gated."""
+    x, shares, experts, gate_up, down = drawn(1, kind)
+    biases = [torch.randn(shape).to(x.dtype) for shape in (gate_up.shape[:2], down.shape[:2])]
+    shared = torch.randn(x.shape).to(x.dtype)
+    gates = torch.rand(len(x)) if gated else None
+    found = moe(x, shares, experts, gate_up, down, "swiglu_oai", *biases, shared, gates)
+
+    def linear(x, weight, bias):
+        rows = float8.rounded_inputs(x, gate_up.inputs)
+        return float8.linear(rows, weight, bias, torch.float32)
+
+    weights = gate_up.dequantize(), down.dequantize()
+    expected = reference.moe(
+        x.float(), shares, experts, *weights, "swiglu_oai", *biases, linear=linear
+    )
+    expected += shared.float() * (1 if gates is None else gates.unsqueeze(1))
+    assert (found.float() - expected).abs().max() <= TOLERANCE[kind] * expected.abs().max()
 
 
 CODED = ["int4 by 32, zeros", "int4 by row, zeros", "mxfp4", "e4m3 by 64"]
@@ -83,8 +105,10 @@ def test_sums_of_experts_in_codes(kind) -> None:
         rows = float8.rounded_inputs(x, "group" if rounds else "float", group)
         return float8.linear(rows, weight, bias, torch.float32)
 
-    found = moe(x, shares, experts, gate_up[0], down[0], "silu")
-    expected = reference.moe(x, shares, experts, gate_up[1], down[1], "silu", linear)
+    biases = torch.randn(count, 2 * inner), torch.randn(count, hidden)
+    found = moe(x, shares, experts, gate_up[0], down[0], "silu", *biases)
+    of = x, shares, experts, gate_up[1], down[1], "silu", *biases
+    expected = reference.moe(*of, linear=linear)
     # A number between two codes of FP8 may go to either, by the last bit of the first product.
     room = 0.02 if rounds else 1e-5
     assert (found - expected).abs().max() <= room * expected.abs().max()

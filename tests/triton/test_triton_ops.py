@@ -11,6 +11,7 @@ from closeness import DTYPES, assert_close
 import where
 from weft.kernels import reference
 from weft.kernels.block_arrays import BlockArrays, block_pairs
+from weft.kernels.routing import Routing
 from weft.kernels.triton.activation import ACTIVATIONS, act_mul, softcap
 from weft.kernels.triton.blocks import copy_blocks
 from weft.kernels.triton.embedding import embedding
@@ -131,14 +132,40 @@ def test_copy_blocks(size) -> None:
 def test_route(dtype, normalise) -> None:
     for tokens, experts, top_k in ((1, 1, 1), (5, 6, 6), (4, 130, 8)):
         scores = 3 * torch.randn(tokens, experts).to(dtype)
-        expected, ids = reference.route(scores, top_k, normalise)
-        shares, found = route(scores, top_k, normalise)
+        routing = Routing(top_k, normalise)
+        expected, ids = reference.route(scores, routing)
+        shares, found = route(scores, routing)
         assert_close(shares, expected)
         # Equal scores, which 16 bits make, may come in another order.
         assert torch.equal(scores.gather(1, found), scores.gather(1, ids))
         assert all(len(set(row)) == top_k for row in found.tolist())
-    equal, _ = route(torch.zeros(1, 5, dtype=dtype), 3, True)[::-1]
+    equal, _ = route(torch.zeros(1, 5, dtype=dtype), Routing(3, normalise=True))[::-1]
     assert equal.tolist() == [[0, 1, 2]]
+
+
+ROUTINGS = (
+    Routing(3, normalise=True, scoring="sigmoid", routed_scaling_factor=2.5),
+    Routing(5, scoring="sigmoid", n_group=4, topk_group=2),
+    Routing(4, normalise=True, n_group=8, topk_group=3, group_best=1),
+)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+@pytest.mark.parametrize("corrected", [False, True])
+def test_route_by_other_weights(routing, corrected) -> None:
+    """Also beside one more score, whose sigmoid is wanted."""
+    scores = torch.randn(7, 25, generator=torch.Generator().manual_seed(3))
+    bias = torch.linspace(-0.4, 0.4, 24).sin() if corrected else None
+    expected, ids = reference.route(scores[:, :24], routing, bias)
+    gates = torch.empty(7)
+    shares, found = route(scores, routing, bias, gates)
+    assert torch.equal(found, ids)
+    assert_close(shares, expected)
+    assert_close(gates, scores[:, 24].sigmoid())
+    for alone, same in zip(route(scores[:, :24], routing, bias), (shares, found), strict=True):
+        assert torch.equal(alone, same)
+    with pytest.raises(ValueError, match="a bias"):
+        route(scores[:, :24], routing, torch.zeros(23))
 
 
 def test_no_tokens_are_no_programs(dtype) -> None:
@@ -157,4 +184,4 @@ def test_what_does_not_fit_is_an_error() -> None:
     with pytest.raises(ValueError, match="relu"):
         act_mul(x.flatten(1), "relu")
     with pytest.raises(ValueError, match="experts"):
-        route(x.flatten(1), 25, True)
+        route(x.flatten(1), Routing(25))

@@ -18,7 +18,8 @@ class ModelShape:
 
     Attributes:
         intermediate: width of the MLP; of one expert where there are experts.
-        experts, experts_per_token: 0 for a dense model.
+        experts, experts_per_token: routed ones; 0 for a dense model.
+        shared: width of the shared experts of a layer together; 0 without such.
         tied: the head uses the embedding's matrix.
         window: tokens that a sliding layer looks back; None without such layers.
         window_layers: how many layers slide.
@@ -34,6 +35,7 @@ class ModelShape:
     vocab: int
     experts: int = 0
     experts_per_token: int = 0
+    shared: int = 0
     tied: bool = False
     window: int | None = None
     window_layers: int = 0
@@ -60,14 +62,21 @@ class ModelShape:
         return 3 * self.hidden * self.intermediate
 
     @property
+    def shared_parameters(self) -> int:
+        """Weights of the shared experts of one layer, which multiply every token."""
+        return 3 * self.hidden * self.shared
+
+    @property
     def layer_parameters(self) -> int:
         """Weights of one layer; norms and biases, far below 0.1 %, are left out."""
-        return self.attention_parameters + max(1, self.experts) * self.expert_parameters
+        always = self.attention_parameters + self.shared_parameters
+        return always + max(1, self.experts) * self.expert_parameters
 
     @property
     def active_layer_parameters(self) -> int:
         """Weights of one layer that multiply a token."""
-        return self.attention_parameters + max(1, self.experts_per_token) * self.expert_parameters
+        always = self.attention_parameters + self.shared_parameters
+        return always + max(1, self.experts_per_token) * self.expert_parameters
 
     @property
     def head_parameters(self) -> int:
@@ -113,7 +122,7 @@ class ModelShape:
             need("hidden_size"),
             need("num_attention_heads"),
         )
-        experts = may("num_experts", "num_local_experts")
+        experts = may("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
         inner = ("moe_intermediate_size",) if experts and "moe_intermediate_size" in config else ()
         window, window_layers = _window(config, layers)
         return cls(
@@ -126,11 +135,22 @@ class ModelShape:
             intermediate=need(*inner, "intermediate_size"),
             vocab=need("vocab_size"),
             experts=experts,
-            experts_per_token=need("num_experts_per_tok") if experts else 0,
+            experts_per_token=need("num_experts_per_tok", "moe_k") if experts else 0,
+            shared=_shared_width(config) if experts else 0,
             tied=bool(config.get("tie_word_embeddings", False)),
             window=window,
             window_layers=window_layers,
         )
+
+
+def _shared_width(config: Mapping[str, Any]) -> int:
+    """Width of the shared experts of a layer together, however a config says it."""
+    for key in ("shared_expert_intermediate_size", "shared_intermediate_size"):
+        if config.get(key) is not None:
+            return int(config[key])
+    counts = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+    count = next((int(config[key]) for key in counts if config.get(key) is not None), 0)
+    return count * int(config.get("moe_intermediate_size") or 0)
 
 
 def _window(config: Mapping[str, Any], layers: int) -> tuple[int | None, int]:

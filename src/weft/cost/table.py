@@ -113,8 +113,8 @@ class MeasuredCosts:
         if shape.experts:
             products.append((shape.experts, shape.hidden))
             experts = self._experts(dtype)
-        else:
-            inner = shape.intermediate // tp
+        if dense := shape.shared if shape.experts else shape.intermediate:
+            inner = dense // tp
             products += [(2 * inner, shape.hidden), (shape.hidden, inner)]
         layer = {
             tokens: sum(surface.at(*product) for product in products)
@@ -136,7 +136,8 @@ class MeasuredCosts:
         """
         gpu, shape = self.tables.gpu, self.shape
         active = max(1, shape.experts_per_token)
-        values = 2 * 4 * shape.hidden + 3 * active * shape.intermediate // self.tp
+        inner = active * shape.intermediate + shape.shared
+        values = 2 * 4 * shape.hidden + 3 * inner // self.tp
         rate = gpu["mem_bw"] * gpu["mem_bw_empirical_scaling_factor"]
         return float(3 * gpu["mem_empirical_constant_latency"] + 2 * tokens * values / rate)
 

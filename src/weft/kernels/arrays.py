@@ -149,6 +149,13 @@ def times(x: Array, factor: float) -> Array:
     return x * factor
 
 
+def times_rows(x: Array, factors: Array) -> Array:
+    """Return rows [T, C] times a factor each [T, 1] float32, rounded once to the type of ``x``."""
+    if is_numpy(x):
+        return (x.astype(np.float32) * factors).astype(x.dtype)
+    return (x.float() * factors).to(x.dtype)
+
+
 def where(condition: Array, x: Any, y: Any) -> Array:
     """Return the numbers of ``x`` where a condition holds, else those of ``y``."""
     if is_numpy(condition):

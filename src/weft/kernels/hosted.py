@@ -34,10 +34,18 @@ class HostedExperts:
         gate_up: E matrices [2 J, C] as the CPU's ops packed them, gates first.
         down: E matrices [C, J], likewise.
         activation: see ``reference.act_mul``.
+        biases: [E, 2 J] and [E, C] of numpy, or None each.
     """
 
-    def __init__(self, gate_up: Sequence[Any], down: Sequence[Any], activation: str) -> None:
+    def __init__(
+        self,
+        gate_up: Sequence[Any],
+        down: Sequence[Any],
+        activation: str,
+        biases: tuple[Array | None, Array | None] = (None, None),
+    ) -> None:
         self.gate_up, self.down, self.activation = tuple(gate_up), tuple(down), activation
+        self.biases = biases
         self._link: ExpertLink | None = None
         self._place = 0
 

@@ -12,6 +12,7 @@ from weft.kernels.collectives import ALONE, ONE_STAGE, Collectives, Link
 from weft.kernels.hosted import AwaitAnswer, await_answer
 from weft.kernels.lanes import LaneOps
 from weft.kernels.parts import LayerParts, StackParts
+from weft.kernels.routing import Routing
 from weft.kernels.sampling import Penalise, ProcessLogits, VerifyDrafts
 from weft.kernels.storage import PackedForm, Storage
 from weft.kernels.tuning import Tuning
@@ -126,7 +127,9 @@ class Quantise(Protocol):
 class Route(Protocol):
     """See ``reference.route``."""
 
-    def __call__(self, scores: Array, top_k: int, normalise: bool, /) -> tuple[Array, Array]: ...
+    def __call__(
+        self, scores: Array, routing: Routing, bias: Array | None = None, /
+    ) -> tuple[Array, Array]: ...
 
 
 class Softcap(Protocol):
@@ -146,6 +149,8 @@ class Moe(Protocol):
         gate_up: Experts,
         down: Experts,
         activation: str,
+        gate_up_bias: Array | None = None,
+        down_bias: Array | None = None,
     ) -> Array: ...
 
 

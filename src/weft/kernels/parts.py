@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from weft.kernels.arrays import Array, dtype_name
+from weft.kernels.routing import Routing
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class LayerShape:
     head_dim: int
     norm_eps: float
     norm_plus_one: bool  # norms multiply by 1 + weight
-    activation: str  # ``silu`` or ``gelu_tanh``
+    activation: str  # ``silu``, ``gelu_tanh`` or ``swiglu_oai``
     value_is_key: bool = False  # V is the K projection before its norm and rotation
     value_norm: bool = False  # V is normalised without a weight
     qk_norm_whole: bool = False  # one norm over all heads of Q, and one over those of K
@@ -67,15 +68,24 @@ class RoutedExperts:
     Attributes:
         gate_up: E matrices [2 J, C], gates first.
         down: E matrices [C, J].
-        top_k, normalise: those of ``reference.route``.
+        routing: how they are chosen and weighed.
         scale: [E], multiplies shares; None for nothing.
+        correction_bias: [E] float32, see ``Routing``; scores are then not rounded from float32.
+        router_bias: [E].
+        gate_up_bias: [E, 2 J].
+        down_bias: [E, C].
+        mlp_gate: the router has one more output, by whose sigmoid the MLP beside is multiplied.
     """
 
     gate_up: Any
     down: Any
-    top_k: int
-    normalise: bool
+    routing: Routing
     scale: Array | None = None
+    correction_bias: Array | None = None
+    router_bias: Array | None = None
+    gate_up_bias: Array | None = None
+    down_bias: Array | None = None
+    mlp_gate: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,7 +95,8 @@ class LayerParts:
     Attributes:
         matrices: ``qkv`` and ``output``; ``gate_up`` and ``down`` of an MLP; ``router`` of experts;
             ``input_gate`` and ``input_projection`` of a layer with per-layer inputs.
-        experts: in place of the MLP, or beside it with norms of their own.
+        experts: in place of the MLP; beside it as routed ones beside shared ones; or, where what
+            the MLP gives has a norm, with norms of their own (Gemma 4).
         scalar: [1], multiplies what leaves the layer.
     """
 
@@ -150,6 +161,7 @@ def check_parts(parts: LayerParts) -> None:
     size = matrices["down"].shape[1] if "down" in matrices else 0
     width = matrices["input_gate"].shape[0] if "input_gate" in matrices else 0
     experts = 0 if parts.experts is None else len(parts.experts.down)
+    router = experts + (parts.experts is not None and parts.experts.mlp_gate)
     heads, dim = shape.heads, shape.head_dim
     qkv = (heads + (1 if shape.value_is_key else 2) * shape.kv_heads) * dim
     wanted = {
@@ -157,7 +169,8 @@ def check_parts(parts: LayerParts) -> None:
         "output": (hidden, heads * dim),
         "gate_up": (2 * size, hidden),
         "down": (hidden, size),
-        "router": (experts, hidden),
+        "router": (router, hidden),
+        "router_bias": (router,),
         "input_gate": (width, hidden),
         "input_projection": (hidden, width),
         "qkv_bias": (qkv,),
@@ -175,7 +188,9 @@ def check_parts(parts: LayerParts) -> None:
     }
     given_parts = {**matrices, **vars(parts.norms), **vars(parts.biases), "scalar": parts.scalar}
     if parts.experts is not None:
+        parts.experts.routing.check(experts)
         given_parts["expert_scale"] = parts.experts.scale
+        given_parts["router_bias"] = parts.experts.router_bias
     for name, given in given_parts.items():
         if given is not None and (
             tuple(given.shape) != wanted[name] or dtype_name(given.dtype) != dtype
@@ -191,16 +206,16 @@ def _check_complete(parts: LayerParts) -> None:
     given = {name for name, norm in vars(parts.norms).items() if norm is not None}
     given |= set(parts.matrices)
     given |= {"experts"} if parts.experts is not None else set()
-    beside = {"gate_up", "experts"} <= given
+    own_norms = ("router_scale", "dense_post_norm", "expert_norm", "expert_post_norm")
+    beside = not given.isdisjoint(own_norms)
     needs = {
         "qkv": True,
         "output": True,
-        "gate_up": "down" in given or "experts" not in given,
+        "gate_up": "down" in given or "experts" not in given or beside,
         "down": "gate_up" in given,
         "router": "experts" in given,
-        "experts": "router" in given,
-        **dict.fromkeys(("router_scale", "dense_post_norm"), beside),
-        **dict.fromkeys(("expert_norm", "expert_post_norm"), beside),
+        "experts": "router" in given or beside,
+        **dict.fromkeys(own_norms, beside),
         **dict.fromkeys(("input_projection", "post_input_norm"), "input_gate" in given),
     }
     missing = [name for name, needed in needs.items() if needed and name not in given]

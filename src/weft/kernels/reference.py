@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -11,6 +13,9 @@ from weft.kernels.arrays import Array, to_torch
 from weft.kernels.float8 import Float8
 from weft.kernels.interface import AttentionMetadata, Experts, Linear
 from weft.kernels.kv_storage import read_rows, write_rows
+from weft.kernels.routing import LEAST_SUM, Routing
+
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of ``swiglu_oai``
 
 
 def rms_norm(
@@ -61,19 +66,24 @@ def known_ids(ids: Tensor, in_flight: Tensor) -> Tensor:
     return torch.where(ids < 0, in_flight[(-1 - ids).clamp_(min=0)], ids)
 
 
-def activate(x: Tensor, activation: str) -> Tensor:
-    """Apply ``silu`` or ``gelu_tanh`` in float32, handing back the dtype of ``x``."""
-    if activation == "silu":
-        return functional.silu(x.float()).to(x.dtype)
-    if activation == "gelu_tanh":
-        return functional.gelu(x.float(), approximate="tanh").to(x.dtype)
-    raise ValueError(f"unknown activation '{activation}'; known: silu, gelu_tanh")
-
-
 def act_mul(gate_up: Tensor, activation: str) -> Tensor:
-    """Return activation(gate) * up for ``gate_up`` [..., 2I], gate first -> [..., I]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return (activate(gate.float(), activation) * up.float()).to(gate_up.dtype)
+    """Return activation(gate) * up for ``gate_up`` [..., 2I], gate first -> [..., I].
+
+    ``swiglu_oai`` is that of gpt-oss: (up + 1) * gate * sigmoid(1.702 * gate), where gates are at
+    most 7 and the others within [-7, 7].
+    """
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    if activation == "silu":
+        y = functional.silu(gate) * up
+    elif activation == "gelu_tanh":
+        y = functional.gelu(gate, approximate="tanh") * up
+    elif activation == "swiglu_oai":
+        gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        y = (up + 1) * gate * (SWIGLU_ALPHA * gate).sigmoid()
+    else:
+        known = "silu, gelu_tanh, swiglu_oai"
+        raise ValueError(f"unknown activation '{activation}'; known: {known}")
+    return y.to(gate_up.dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -120,18 +130,31 @@ def on_device(array: Array, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
-def route(scores: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
-    """Choose the experts of each token by the softmax of their scores.
+def route(scores: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Choose the experts of each token by their scores; see ``Routing``.
 
     Args:
         scores: [T, E].
-        normalise: shares of a token sum to 1.
+        bias: [E] float32, is added to the weights by which experts are chosen.
 
     Returns:
-        shares [T, K] float32 and ids [T, K] int64, the largest share first.
+        shares [T, K] float32 and ids [T, K] int64, the best expert first.
     """
-    shares, experts = scores.float().softmax(dim=-1).topk(top_k, dim=-1)
-    return (shares / shares.sum(dim=-1, keepdim=True) if normalise else shares), experts
+    routing.check(scores.shape[1])
+    softmax = routing.scoring == "softmax"
+    weights = scores.float().softmax(dim=-1) if softmax else scores.float().sigmoid()  # [T, E]
+    by = weights if bias is None else weights + bias
+    if routing.topk_group < routing.n_group:
+        groups = by.view(len(by), routing.n_group, -1)  # [T, G, E / G]
+        ranks = groups.topk(routing.group_best, dim=-1).values.sum(dim=-1)  # [T, G]
+        lost = torch.ones_like(ranks, dtype=torch.bool)
+        lost.scatter_(-1, ranks.topk(routing.topk_group, dim=-1).indices, False)
+        by = groups.masked_fill(lost.unsqueeze(-1), -math.inf).flatten(-2)
+    experts = by.topk(routing.top_k, dim=-1).indices
+    shares = weights.gather(-1, experts)
+    if routing.normalise:
+        shares = shares / (shares.sum(dim=-1, keepdim=True) + LEAST_SUM)
+    return shares * routing.routed_scaling_factor, experts
 
 
 def moe(
@@ -141,6 +164,9 @@ def moe(
     gate_up: Experts,
     down: Experts,
     activation: str,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
     linear: Linear = linear,
 ) -> Tensor:
     """Weighted sum of the gated MLPs of each token's experts, tokens grouped by expert.
@@ -151,6 +177,8 @@ def moe(
         experts: [T, K] int64, the ids of the chosen experts.
         gate_up: E matrices [2I, D], gate rows first.
         down: E matrices [D, I].
+        gate_up_bias: [E, 2I].
+        down_bias: [E, D].
     """
     top_k = experts.shape[1]
     order = experts.flatten().argsort(stable=True)  # [T * K], pairs grouped by expert
@@ -163,7 +191,11 @@ def moe(
             continue
         pairs, start = slice(start, start + count), start + count
         rows = tokens[pairs]  # [count]
-        y = linear(act_mul(linear(x[rows], gate_up[expert], None), activation), down[expert], None)
+        first, second = (
+            None if bias is None else bias[expert] for bias in (gate_up_bias, down_bias)
+        )
+        y = act_mul(linear(x[rows], gate_up[expert], first), activation)
+        y = linear(y, down[expert], second)
         share = weights.flatten()[order[pairs]].unsqueeze(1)  # [count, 1]
         out.index_add_(0, rows, y.float() * share)
     return out.to(x.dtype)

@@ -16,6 +16,7 @@ MOST_PACKED_HEADER_BYTES = 64 * 2**20  # of a file of packed weights, which list
 
 _LAYERS, _WIDTH, _HEADS, _HEAD_DIM = 1024, 2**20, 1024, 4096
 _VOCABULARY, _CONTEXT, _EXPERTS = 2**22, 2**27, 4096
+_SHARED = 64
 MOST: dict[str, int] = {
     # config.json
     "global_head_dim": _HEAD_DIM,
@@ -25,6 +26,12 @@ MOST: dict[str, int] = {
     "intermediate_size": _WIDTH,
     "max_position_embeddings": _CONTEXT,
     "moe_intermediate_size": _WIDTH,
+    "moe_k": _EXPERTS,
+    "moe_num_experts": _EXPERTS,
+    "moe_num_shared_experts": _SHARED,
+    "n_routed_experts": _EXPERTS,
+    "n_shared_experts": _SHARED,
+    "num_nextn_predict_layers": _LAYERS,
     "num_attention_heads": _HEADS,
     "num_experts": _EXPERTS,
     "num_experts_per_tok": _EXPERTS,
@@ -32,7 +39,10 @@ MOST: dict[str, int] = {
     "num_hidden_layers": _LAYERS,
     "num_key_value_heads": _HEADS,
     "num_local_experts": _EXPERTS,
+    "num_shared_experts": _SHARED,
     "original_max_position_embeddings": _CONTEXT,
+    "shared_expert_intermediate_size": _WIDTH,
+    "shared_intermediate_size": _WIDTH,
     "top_k_experts": _EXPERTS,
     "vocab_size": _VOCABULARY,
     "vocab_size_per_layer_input": _VOCABULARY,

@@ -11,7 +11,7 @@ from weft.core.errors import CheckpointError
 from weft.kernels.interface import OpTable
 from weft.kernels.storage import Storage
 from weft.models.decoder import Decoder
-from weft.models.layout import parameters
+from weft.models.layout import is_kept_float32, parameters
 from weft.models.loader import Checkpoint, weight_files
 from weft.models.parameter import Parameter
 from weft.models.shard import Shard, cut, shard_spec
@@ -51,7 +51,8 @@ def empty_model(
             if storage is not None:
                 found = ops.quantise(name, parameter.shape, dtype, storage)
             else:
-                found = ops.pack(name, torch.empty(parameter.shape, dtype=kind, device="meta"))
+                floats = torch.float32 if is_kept_float32(name) else kind
+                found = ops.pack(name, torch.empty(parameter.shape, dtype=floats, device="meta"))
             weights[parameter.name] = found
     return Decoder(shard_spec(spec, shard.size), weights, ops)
 

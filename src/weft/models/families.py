@@ -8,8 +8,9 @@ from weft.models.family import Family, Reader
 from weft.models.gemma import GEMMA
 from weft.models.llama_like import LLAMA_LIKE
 from weft.models.llama_variants import LLAMA_VARIANTS
+from weft.models.moe_families import MOE_FAMILIES
 
-FAMILIES = {row.name: row for row in (*LLAMA_LIKE, *LLAMA_VARIANTS, *GEMMA)}
+FAMILIES = {row.name: row for row in (*LLAMA_LIKE, *LLAMA_VARIANTS, *GEMMA, *MOE_FAMILIES)}
 
 
 def _checkpoints() -> Iterator[tuple[str, str, tuple[Family, Reader]]]:

@@ -74,7 +74,16 @@ def fuse(
     if layer.moe:
         assert spec.moe is not None
         gate_up, down = weights.expert_gate_up, weights.expert_down
-        top_k, normalise = spec.moe.top_k, spec.moe.normalise
-        experts = RoutedExperts(gate_up, down, top_k, normalise, weights.expert_scale)
+        experts = RoutedExperts(
+            gate_up,
+            down,
+            spec.moe.routing,
+            weights.expert_scale,
+            weights.correction_bias,
+            weights.router_bias,
+            weights.expert_gate_up_bias,
+            weights.expert_down_bias,
+            spec.moe.shared_gate,
+        )
     parts = LayerParts(shape, matrices, norms, biases, experts, weights.layer_scalar)
     return ops.fused.layer(parts)

@@ -12,6 +12,7 @@ from weft.kernels.storage import Storage
 from weft.models.spec import ModelSpec
 
 MATRICES = ("expert_gate_up", "expert_down")
+BIASES = ("expert_gate_up_bias", "expert_down_bias")
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,15 @@ class HostPart:
         found: dict[str, HostedExperts] = {}
         for number in sorted(self.layers):
             gate_up, down = (f"layers.{number}.{name}" for name in MATRICES)
-            experts = HostedExperts(weights[gate_up], weights[down], spec.activation)
+            first, second = (weights.get(f"layers.{number}.{name}") for name in BIASES)
+            experts = HostedExperts(
+                weights[gate_up], weights[down], spec.activation, (first, second)
+            )
             found |= {gate_up: experts, down: experts}
         return found
 
 
 def in_layers(parameter: str, layers: frozenset[int]) -> bool:
-    """Whether a parameter is one of the matrices of routed experts in some layers."""
+    """Whether a parameter is one of the matrices or biases of routed experts in some layers."""
     prefix, _, name = parameter.rpartition(".")
-    return name in MATRICES and int(prefix.removeprefix("layers.")) in layers
+    return name in MATRICES + BIASES and int(prefix.removeprefix("layers.")) in layers

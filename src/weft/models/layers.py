@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.errors import InvariantError
-from weft.kernels.arrays import Array, concatenate, contiguous, times
+from weft.kernels.arrays import Array, concatenate, contiguous, times, times_rows
 from weft.kernels.hosted import HostedExperts
 from weft.kernels.interface import Experts, OpTable, Weight
+from weft.kernels.routing import Routing
 from weft.models.spec import LayerSpec, ModelSpec, RopeSpec
 
 Floats: TypeAlias = NDArray[Any]  # of float32
@@ -41,11 +42,15 @@ class LayerWeights:
     gate_up_bias: Array | None = None  # [2 I]
     down: Weight | None = None  # [C, I]
     down_bias: Array | None = None  # [C]
-    router: Weight | None = None  # [E, C]
+    router: Weight | None = None  # [E, C]; with a gate of the shared experts [E + 1, C]
+    router_bias: Array | None = None  # [E]
+    correction_bias: Array | None = None  # [E] float32
     router_scale: Array | None = None  # [C]
     expert_scale: Array | None = None  # [E]
     expert_gate_up: Experts | None = None  # [E, 2 J, C]
     expert_down: Experts | None = None  # [E, C, J]
+    expert_gate_up_bias: Array | None = None  # [E, 2 J]
+    expert_down_bias: Array | None = None  # [E, C]
     dense_post_norm: Array | None = None  # [C]
     expert_norm: Array | None = None  # [C]
     expert_post_norm: Array | None = None  # [C]
@@ -178,16 +183,25 @@ def feed_forward(
     """
     x = ops.ranks.enter(pre_norm(spec, hidden, weights.mlp_norm, ops))
     if not layer.moe:
-        return _mlp(spec, weights, x, ops)
+        return ops.ranks.sum(_mlp(spec, weights, x, ops))
     assert spec.moe is not None
     if not spec.moe.beside_mlp:
-        return begin_experts(spec, weights, x, x, ops)()
+        end_experts, gate = begin_experts(spec, weights, x, x, ops)
+        if not spec.moe.shared:
+            return ops.ranks.sum(end_experts())
+        shared = _mlp(spec, weights, x, ops)  # the host computes routed experts meanwhile
+        if gate is not None:
+            shared = times_rows(shared, gate)
+        return ops.ranks.sum(end_experts() + shared)
     routed = ops.rms_norm(hidden, weights.router_scale, spec.norm_eps, False)
     routed = ops.ranks.enter(times(routed, spec.hidden_size**-0.5))
     inputs = ops.ranks.enter(_norm(spec, hidden, weights.expert_norm, ops))
-    end_experts = begin_experts(spec, weights, routed, inputs, ops)  # the host computes meanwhile
-    dense = _norm(spec, _mlp(spec, weights, x, ops), weights.dense_post_norm, ops)
-    sparse = _norm(spec, end_experts(), weights.expert_post_norm, ops)
+    end_experts, _ = begin_experts(
+        spec, weights, routed, inputs, ops
+    )  # the host computes meanwhile
+    y = ops.ranks.sum(_mlp(spec, weights, x, ops))
+    dense = _norm(spec, y, weights.dense_post_norm, ops)
+    sparse = _norm(spec, ops.ranks.sum(end_experts()), weights.expert_post_norm, ops)
     return dense + sparse
 
 
@@ -217,27 +231,38 @@ def _mlp(spec: ModelSpec, weights: LayerWeights, x: Array, ops: OpTable) -> Arra
     assert weights.down is not None
     gate_up = ops.linear(x, weights.gate_up, weights.gate_up_bias)  # [T, 2 I]
     x = ops.act_mul(gate_up, spec.activation)  # [T, I]
-    return ops.ranks.sum(ops.linear(x, weights.down, weights.down_bias))
+    return ops.linear(x, weights.down, weights.down_bias)
 
 
 def begin_experts(
     spec: ModelSpec, weights: LayerWeights, routed: Array, x: Array, ops: OpTable
-) -> Callable[[], Array]:
-    """Route by ``routed`` [T, C], compute on ``x`` [T, C]; what is returned gives the sum [T, C].
+) -> tuple[Callable[[], Array], Array | None]:
+    """Route by ``routed`` [T, C], compute on ``x`` [T, C]. Experts on the host compute on.
 
-    Experts on the host compute until then.
+    Returns:
+        what gives the sum [T, C], of which a rank has its part; and what multiplies the shared
+        experts [T, 1] float32, None for nothing.
     """
-    assert spec.moe is not None
+    moe = spec.moe
+    assert moe is not None
     assert weights.router is not None
     assert weights.expert_gate_up is not None
     assert weights.expert_down is not None
-    scores = ops.linear(routed, weights.router, None)  # [T, E]
-    shares, experts = ops.route(scores, spec.moe.top_k, spec.moe.normalise)  # [T, K] each
+    routing, bias = moe.routing, weights.correction_bias
+    if bias is not None and weights.router_bias is None:
+        scores = ops.logits(routed, weights.router)  # [T, E] float32
+    else:
+        scores = ops.linear(routed, weights.router, weights.router_bias)  # [T, E]
+    gate = None
+    if moe.shared_gate:  # as of one more expert, which every token goes to
+        gate, _ = ops.route(scores[:, moe.num_experts :], Routing(1, scoring="sigmoid"))  # [T, 1]
+    shares, experts = ops.route(scores[:, : moe.num_experts], routing, bias)  # [T, K] each
     if weights.expert_scale is not None:
         shares = shares * weights.expert_scale[experts]
     gate_up, down = weights.expert_gate_up, weights.expert_down
     if isinstance(down, HostedExperts):
         down.send(x, shares, experts)
-        return lambda: down.receive(x)
-    y = ops.ranks.sum(ops.moe(x, shares, experts, gate_up, down, spec.activation))
-    return lambda: y
+        return lambda: down.receive(x), gate
+    biases = weights.expert_gate_up_bias, weights.expert_down_bias
+    y = ops.moe(x, shares, experts, gate_up, down, spec.activation, *biases)
+    return lambda: y, gate

@@ -14,7 +14,7 @@ from weft.kernels.storage import GATED, Storage, computed_as
 from weft.models.parameter import Parameter, Piece, Shape
 from weft.models.quant_config import StoredWeights
 from weft.models.shard import WHOLE, Shard, cut, has_mlp
-from weft.models.spec import LayerSpec, ModelSpec
+from weft.models.spec import LayerSpec, ModelSpec, MoeSpec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -26,6 +26,8 @@ ROUNDED = {"qkv", "output", "gate_up", "down", "expert_gate_up", "expert_down"}
 HEAD_GROUP = 32
 FP8_HEAD = "fp8-head"  # as ``fp8``, the output head as well
 FP8 = Storage(8, None, "float32", format="e4m3")
+KEPT_FLOAT32 = {"correction_bias"}  # whatever the dtype of the model: it separates close weights
+EXPERT = re.compile(r"\.(\d+)\.")
 
 
 def parameters(spec: ModelSpec, *, stacked_experts: bool = False) -> Iterator[Parameter]:
@@ -117,12 +119,18 @@ def weight_bytes(
             stored = stored_as(spec.stored_weights, parameter)
             storage = stored and computed_as(stored, computes)
         if storage is None:
-            total += DTYPE_BYTES[dtype] * math.prod(parameter.shape)
+            kind = "float32" if is_kept_float32(parameter.name) else dtype
+            total += DTYPE_BYTES[kind] * math.prod(parameter.shape)
         else:
             *experts, rows, columns = parameter.shape
             gated = parameter.name.rpartition(".")[2] in GATED
             total += math.prod(experts) * storage.nbytes(rows, columns, gated=gated)
     return total
+
+
+def is_kept_float32(parameter: str) -> bool:
+    """Whether a parameter, by its name, stays in float32 whatever the dtype of the model."""
+    return parameter.rpartition(".")[2] in KEPT_FLOAT32
 
 
 def stored_as(stored: StoredWeights, parameter: Parameter) -> Storage | None:
@@ -143,11 +151,20 @@ def _within_layer(
     """The parameter of a layer, and its tensors, which may be those of another number."""
 
     def name(tensor: str) -> str:
-        part, dot, kind = tensor.rpartition(".")
-        return f"layers.{stored}.{renamed.get(part, part)}{dot}{kind}"
+        return f"layers.{stored}.{_renamed(tensor, renamed) if renamed else tensor}"
 
     pieces = tuple(replace(piece, tensor=name(piece.tensor)) for piece in parameter.pieces)
     return Parameter(f"layers.{number}.{parameter.name}", parameter.shape, pieces)
+
+
+def _renamed(tensor: str, renamed: Mapping[str, str]) -> str:
+    """Return what a tensor of a layer is called on disk."""
+    found = EXPERT.search(tensor)
+    number = "" if found is None else found[1]
+    key = EXPERT.sub(".*.", tensor)
+    part, dot, kind = key.rpartition(".")
+    name = renamed[key] if key in renamed else f"{renamed.get(part, part)}{dot}{kind}"
+    return name.replace("*", number)
 
 
 def _stack(name: str, parts: list[tuple[str, int]], *columns: int) -> Parameter:
@@ -239,11 +256,13 @@ def _mlp(spec: ModelSpec, layer: LayerSpec) -> Iterator[Parameter]:
     parts = [("gate_proj", size), ("up_proj", size)]
     if spec.layout.fused_gate_up:
         parts = [("gate_up_proj", 2 * size)]
-    yield _stack("gate_up", [(f"mlp.{name}.weight", rows) for name, rows in parts], hidden)
-    yield _whole("down", "mlp.down_proj.weight", (hidden, size))
+    shared = layer.moe and spec.moe is not None and spec.moe.shared
+    home = "mlp.shared_experts" if shared else "mlp"
+    yield _stack("gate_up", [(f"{home}.{name}.weight", rows) for name, rows in parts], hidden)
+    yield _whole("down", f"{home}.down_proj.weight", (hidden, size))
     if spec.mlp_bias:
-        yield _stack("gate_up_bias", [(f"mlp.{name}.bias", rows) for name, rows in parts])
-        yield _whole("down_bias", "mlp.down_proj.bias", (hidden,))
+        yield _stack("gate_up_bias", [(f"{home}.{name}.bias", rows) for name, rows in parts])
+        yield _whole("down_bias", f"{home}.down_proj.bias", (hidden,))
 
 
 def _experts(spec: ModelSpec, layer: LayerSpec, stacked: bool) -> Iterator[Parameter]:
@@ -252,15 +271,18 @@ def _experts(spec: ModelSpec, layer: LayerSpec, stacked: bool) -> Iterator[Param
     hidden, count, size = spec.hidden_size, spec.moe.num_experts, spec.moe.intermediate_size
     gate_up, down = (count, 2 * size, hidden), (count, hidden, size)
     home = "experts" if spec.moe.beside_mlp else "mlp.experts"
-    if stacked:
+    if stacked or spec.layout.stacked_experts:
         yield _whole("expert_gate_up", f"{home}.gate_up_proj", gate_up)
         yield _whole("expert_down", f"{home}.down_proj", down)
     else:
         yield Parameter("expert_gate_up", gate_up, tuple(_expert_gate_up(home, spec)))
         single = [Piece(f"{home}.{e}.down_proj.weight", down[1:], (e,)) for e in range(count)]
         yield Parameter("expert_down", down, tuple(single))
+    if spec.moe.expert_bias:
+        yield _whole("expert_gate_up_bias", f"{home}.gate_up_proj_bias", gate_up[:2])
+        yield _whole("expert_down_bias", f"{home}.down_proj_bias", down[:2])
     if not spec.moe.beside_mlp:
-        yield _whole("router", "mlp.gate.weight", (count, hidden))
+        yield from _router(spec, spec.moe)
         return
     yield _whole("router", "router.proj.weight", (count, hidden))
     yield _whole("router_scale", "router.scale", (hidden,))
@@ -268,6 +290,20 @@ def _experts(spec: ModelSpec, layer: LayerSpec, stacked: bool) -> Iterator[Param
     yield _whole("dense_post_norm", "post_feedforward_layernorm_1.weight", (hidden,))
     yield _whole("expert_norm", "pre_feedforward_layernorm_2.weight", (hidden,))
     yield _whole("expert_post_norm", "post_feedforward_layernorm_2.weight", (hidden,))
+
+
+def _router(spec: ModelSpec, moe: MoeSpec) -> Iterator[Parameter]:
+    """Yield the router, whose last output is the gate of the shared experts where they have one."""
+    rows = [("mlp.gate.weight", moe.num_experts)]
+    if moe.shared_gate:
+        rows.append(("mlp.shared_expert_gate.weight", 1))
+    yield _stack("router", rows, spec.hidden_size)
+    if moe.router_bias:
+        yield _whole("router_bias", "mlp.gate.bias", (moe.num_experts,))
+    if moe.correction_bias:
+        shape = (1, moe.num_experts) if spec.layout.correction_row else (moe.num_experts,)
+        piece = Piece("mlp.gate.e_score_correction_bias", shape)
+        yield Parameter("correction_bias", (moe.num_experts,), (piece,))
 
 
 def _expert_gate_up(home: str, spec: ModelSpec) -> Iterator[Piece]:

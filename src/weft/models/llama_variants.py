@@ -24,7 +24,7 @@ from weft.models.rope_config import RopeContext, read_layer_ropes
 from weft.models.spec import CheckpointLayout, LayerSpec, ModelSpec, RopeSpec
 
 
-def _nope(rope: RopeSpec) -> RopeSpec:
+def no_rope(rope: RopeSpec) -> RopeSpec:
     """Return a rotary embedding of the same size that rotates by nothing."""
     return RopeSpec("none", rope.theta, rope.rotary_dim)
 
@@ -58,7 +58,7 @@ def smollm3(config: ConfigReader, limit: int | None) -> ModelSpec:
         output_bias=bias,
         mlp_bias=config.flag("mlp_bias", False),
     )
-    return replace(spec, ropes=(*spec.ropes, _nope(spec.ropes[0])))
+    return replace(spec, ropes=(*spec.ropes, no_rope(spec.ropes[0])))
 
 
 def seed_oss(config: ConfigReader, limit: int | None) -> ModelSpec:
@@ -179,7 +179,7 @@ def olmo3(config: ConfigReader, limit: int | None) -> ModelSpec:
     )
 
 
-def _exaone4_kinds(config: ConfigReader, sizes: Sizes, window: int | None) -> list[str]:
+def exaone4_kinds(config: ConfigReader, sizes: Sizes, window: int | None) -> list[str]:
     """Read which layers have the window: all but every n-th, or those of a word such as LLLG."""
     pattern = config.value("sliding_window_pattern", 4 if window is not None else 0)
     if isinstance(pattern, str):
@@ -197,7 +197,7 @@ def exaone4(config: ConfigReader, limit: int | None) -> ModelSpec:
     config.assume(rms_norm_eps=1e-5, sliding_window=4096)
     sizes = read_sizes(config, limit)
     window = read_window(config)
-    kinds = _exaone4_kinds(config, sizes, window)
+    kinds = exaone4_kinds(config, sizes, window)
     if window is None and SLIDING in kinds:
         config.refuse("layer_types", kinds, "sliding layers need sliding_window")
     layers = [
@@ -207,7 +207,7 @@ def exaone4(config: ConfigReader, limit: int | None) -> ModelSpec:
         for kind in kinds
     ]
     spec = llama_like(config, sizes, layers, pre_norms=False, post_norms=True, qk_norm=True)
-    return spec if window is None else replace(spec, ropes=(*spec.ropes, _nope(spec.ropes[0])))
+    return spec if window is None else replace(spec, ropes=(*spec.ropes, no_rope(spec.ropes[0])))
 
 
 def glm(config: ConfigReader, limit: int | None) -> ModelSpec:

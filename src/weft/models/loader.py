@@ -31,7 +31,7 @@ from weft.models.gguf import GgufFile
 from weft.models.host_part import HostPart
 from weft.models.hub import SUFFIX
 from weft.models.kept_weights import KeptWeights
-from weft.models.layout import parameters, stored_as
+from weft.models.layout import is_kept_float32, parameters, stored_as
 from weft.models.parameter import Parameter, Piece, order_by_halves
 from weft.models.quant import FLOATS, ExpectedTensor
 from weft.models.safetensors_file import DTYPES, SafetensorsFile, StoredTensor
@@ -172,7 +172,8 @@ class Checkpoint:
                 pieces = None
                 if ops.packed is not None and name.rpartition(".")[2] in MULTIPLIED:
                     pieces = self._rows_of(parameter, dtype)
-                found = ops.pack(name, pieces or self._fill(parameter, dtype))
+                kind = "float32" if is_kept_float32(name) else dtype
+                found = ops.pack(name, pieces or self._fill(parameter, kind))
             weights[parameter.name] = found
             if stored is not None and storage is None and kept != stored:
                 changed[str(stored)] = dtype if kept is None else str(kept)

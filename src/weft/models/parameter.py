@@ -15,11 +15,11 @@ class Piece:
     """One checkpoint tensor and the part of a parameter that it fills.
 
     ``index`` has a slice or an index for each leading dimension; a tensor with fewer dimensions
-    than the part is repeated over it. ``part`` has a slice for each leading dimension of the
-    tensor, of which no more than that is taken. ``pairs`` are the rows of a head and those of them
-    that a checkpoint rotates as neighbouring pairs, where they are to be rotated as two halves; its
-    rows are put in that order before a part is taken. They lie along dimension ``pairs_axis`` of
-    the tensor.
+    than the part is repeated over it, one with more loses leading ones of 1. ``part`` has a slice
+    for each leading dimension of the tensor, of which no more than that is taken. ``pairs`` are the
+    rows of a head and those of them that a checkpoint rotates as neighbouring pairs, where they are
+    to be rotated as two halves; its rows are put in that order before a part is taken. They lie
+    along dimension ``pairs_axis`` of the tensor.
     """
 
     tensor: str  # without the layout's prefix

@@ -14,7 +14,7 @@ from weft.core.errors import ConfigError
 from weft.models.parameter import Parameter, Piece
 from weft.models.spec import LayerSpec, ModelSpec
 
-ADDED_ONCE = ("output_bias", "down_bias")  # to sums over all ranks
+ADDED_ONCE = ("output_bias", "down_bias", "expert_down_bias")  # to sums over all ranks
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ def _problem(spec: ModelSpec, size: int) -> str | None:
 
 
 def has_mlp(spec: ModelSpec, layer: LayerSpec) -> bool:
-    """Whether a layer has a dense MLP."""
-    return not layer.moe or (spec.moe is not None and spec.moe.beside_mlp)
+    """Whether a layer has a dense MLP; shared experts are one."""
+    return not layer.moe or (spec.moe is not None and spec.moe.has_mlp)
 
 
 def shard_range(count: int, shard: Shard) -> range:
@@ -120,7 +120,7 @@ def _kept(parameter: Parameter, spec: ModelSpec, shard: Shard) -> tuple[int, lis
             return 2, [shard_range(shape[2], shard)]
         case "gate_up" | "gate_up_bias":
             return 0, _halves(shape[0], shard)
-        case "expert_gate_up":
+        case "expert_gate_up" | "expert_gate_up_bias":
             return 1, _halves(shape[1], shard)
     return 0, []
 

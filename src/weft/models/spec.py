@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
 
+from weft.kernels.routing import Routing
 from weft.models.quant_config import StoredWeights
 
 
@@ -38,13 +39,45 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """Mixture of experts: sizes and how the router weighs the chosen ones."""
+    """Mixture of experts: sizes, how the router chooses and weighs, and what else there is.
+
+    Shared experts, which every token goes to, are one dense MLP beside the routed ones: that of the
+    layer, whose ``LayerSpec.intermediate_size`` is then the width of all shared ones together.
+    """
 
     num_experts: int
     top_k: int
     intermediate_size: int
     normalise: bool  # the shares of the chosen experts sum to one
     beside_mlp: bool = False  # Gemma 4: experts run beside the dense MLP, each with its own norms
+    scoring: str = "softmax"  # or sigmoid
+    correction_bias: bool = False  # e_score_correction_bias: added to what chooses, not to shares
+    n_group: int = 1  # groups of experts, of which ``topk_group`` are chosen from
+    topk_group: int = 1
+    group_best: int = 2  # experts whose weights, added up, rank a group
+    routed_scaling_factor: float = 1.0  # multiplies shares
+    shared: bool = False  # there are shared experts
+    shared_gate: bool = False  # what they give is multiplied by the sigmoid of a product
+    router_bias: bool = False
+    expert_bias: bool = False  # both products of each expert have a bias
+
+    @property
+    def routing(self) -> Routing:
+        """How experts are chosen and weighed."""
+        return Routing(
+            self.top_k,
+            self.normalise,
+            self.scoring,
+            self.n_group,
+            self.topk_group,
+            self.group_best,
+            self.routed_scaling_factor,
+        )
+
+    @property
+    def has_mlp(self) -> bool:
+        """Whether layers with experts have a dense MLP as well."""
+        return self.beside_mlp or self.shared
 
 
 @dataclass(frozen=True)
@@ -93,15 +126,19 @@ class CheckpointLayout:
     """A family's tensor names on disk.
 
     ``prefixes`` are tried in order: the one under which the embedding exists is used. Tensors that
-    match an ``ignored`` regular expression (full match) are left unread.
+    match an ``ignored`` regular expression (full match) are left unread. ``renamed`` maps names of
+    ``layout`` to those on disk: of whole tensors of a layer, or of modules; ``*`` is the number of
+    an expert.
     """
 
     prefixes: tuple[str, ...] = ("model.",)
     fused_qkv: bool = False  # stored as qkv_proj, as in Phi-3
     fused_gate_up: bool = False  # stored as gate_up_proj
+    stacked_experts: bool = False  # those of a layer are always one tensor
+    correction_row: bool = False  # a correction bias is stored as [1, E]
     rotated_by_pairs: bool = False  # of rows of Q and K neighbours are rotated together
     head_norms: bool = False  # norms of Q and K have a weight for each head
-    renamed: Mapping[str, str] = field(default_factory=dict)  # tensors of a layer, from Llama's
+    renamed: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
 
 
@@ -153,7 +190,7 @@ class ModelSpec:
     max_position_embeddings: int
     attention_scale: float
     family: str = ""  # the name of its row in ``families``
-    activation: str = "silu"  # or gelu_tanh
+    activation: str = "silu"  # or gelu_tanh, swiglu_oai
     norm_plus_one: bool = False  # norms multiply by 1 + weight
     norm_centred: bool = False  # LayerNorm: norms subtract the mean first
     parallel_block: bool = False  # the MLP reads the residual that attention reads, not its sum

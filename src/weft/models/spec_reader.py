@@ -71,6 +71,10 @@ def _check_experts(config: ConfigReader, spec: ModelSpec) -> None:
         config.refuse("num_experts", spec.moe.num_experts, total)
     if spec.moe.top_k > spec.moe.num_experts:
         config.refuse("num_experts_per_tok", spec.moe.top_k, f"only {spec.moe.num_experts} exist")
+    try:
+        spec.moe.routing.check(spec.moe.num_experts)
+    except ValueError as error:
+        config.refuse("n_group", spec.moe.n_group, str(error))
 
 
 def _without_idle_windows(spec: ModelSpec, longest: int) -> ModelSpec:

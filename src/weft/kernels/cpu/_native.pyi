@@ -134,6 +134,8 @@ def uniform(
 
 class Experts:
     activation: int
+    gate_up_bias: int
+    down_bias: int
     def add(self, gate_up: Matrix, down: Matrix) -> None: ...
 
 given_up: int
@@ -161,7 +163,17 @@ class ExpertServer:
     @property
     def busy_ns(self) -> int: ...
 
-def route(scores: _View, top_k: int, normalise: bool, ids: int, shares: int) -> None: ...
+class Routing:
+    top_k: int
+    normalise: bool
+    sigmoid: bool
+    groups: int
+    top_groups: int
+    group_best: int
+    scale: float
+    bias: int
+
+def route(scores: _View, routing: Routing, ids: int, shares: int) -> None: ...
 def moe(experts: Experts, x: _View, ids: int, shares: int, top_k: int, out: int) -> None: ...
 
 class Layer:
@@ -184,8 +196,9 @@ class Layer:
     own_query_angles: bool
     router: Matrix
     experts: Experts
-    top_k: int
-    normalise: bool
+    routing: Routing
+    float_scores: bool
+    mlp_gate: bool
     router_factor: float
     input_gate: Matrix
     input_projection: Matrix
@@ -194,6 +207,7 @@ class Layer:
     output_bias: int
     gate_up_bias: int
     down_bias: int
+    router_bias: int
     input_norm: int
     qk_norm: int
     post_attention_norm: int

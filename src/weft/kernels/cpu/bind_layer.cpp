@@ -9,6 +9,7 @@ namespace nb = nanobind;
 using weft::Experts;
 using weft::Layer;
 using weft::Matrix;
+using weft::Routing;
 
 namespace {
 
@@ -44,11 +45,10 @@ void post(const Layer& layer, uintptr_t attended, uintptr_t residual, uintptr_t 
                    reinterpret_cast<char*>(out));
 }
 
-void route(nb::tuple scores, int64_t top_k, bool normalise, uintptr_t ids, uintptr_t shares) {
+void route(nb::tuple scores, const Routing& routing, uintptr_t ids, uintptr_t shares) {
   const weft::Tensor rows = tensor_of("scores", scores);
   const nb::gil_scoped_release released;
-  weft::route(rows, top_k, normalise, reinterpret_cast<int64_t*>(ids),
-              reinterpret_cast<float*>(shares));
+  weft::route(rows, routing, reinterpret_cast<int64_t*>(ids), reinterpret_cast<float*>(shares));
 }
 
 void moe(const Experts& experts, nb::tuple x, uintptr_t ids, uintptr_t shares, int64_t top_k,
@@ -71,8 +71,19 @@ void bind_experts(nb::module_& m) {
   };
   type.def(nb::init<>()).def("add", add, nb::arg("gate_up"), nb::arg("down"));
   activation(type, &Experts::activation);
-  m.def("route", &route, nb::arg("scores"), nb::arg("top_k"), nb::arg("normalise"), nb::arg("ids"),
-        nb::arg("shares"));
+  address(type, "gate_up_bias", &Experts::gate_up_bias);
+  address(type, "down_bias", &Experts::down_bias);
+  nb::class_<Routing> routing(m, "Routing");
+  routing.def(nb::init<>())
+      .def_rw("top_k", &Routing::top_k)
+      .def_rw("normalise", &Routing::normalise)
+      .def_rw("sigmoid", &Routing::sigmoid)
+      .def_rw("groups", &Routing::groups)
+      .def_rw("top_groups", &Routing::top_groups)
+      .def_rw("group_best", &Routing::group_best)
+      .def_rw("scale", &Routing::scale);
+  address(routing, "bias", &Routing::bias);
+  m.def("route", &route, nb::arg("scores"), nb::arg("routing"), nb::arg("ids"), nb::arg("shares"));
   m.def("moe", &moe, nb::arg("experts"), nb::arg("x"), nb::arg("ids"), nb::arg("shares"),
         nb::arg("top_k"), nb::arg("out"));
 }
@@ -93,8 +104,9 @@ void bind_layer(nb::module_& m) {
       .def_rw("epsilon", &Layer::epsilon)
       .def_rw("router", &Layer::router)
       .def_rw("experts", &Layer::experts)
-      .def_rw("top_k", &Layer::top_k)
-      .def_rw("normalise", &Layer::normalise)
+      .def_rw("routing", &Layer::routing)
+      .def_rw("float_scores", &Layer::float_scores)
+      .def_rw("mlp_gate", &Layer::mlp_gate)
       .def_rw("router_factor", &Layer::router_factor)
       .def_rw("input_gate", &Layer::input_gate)
       .def_rw("input_projection", &Layer::input_projection)
@@ -114,6 +126,7 @@ void bind_layer(nb::module_& m) {
   address(type, "output_bias", &Layer::output_bias);
   address(type, "gate_up_bias", &Layer::gate_up_bias);
   address(type, "down_bias", &Layer::down_bias);
+  address(type, "router_bias", &Layer::router_bias);
   address(type, "input_norm", &Layer::input_norm);
   address(type, "qk_norm", &Layer::qk_norm);
   address(type, "post_attention_norm", &Layer::post_attention_norm);

@@ -64,7 +64,7 @@ class ExpertServer:
         self.error: HostWorkerError | None = None
         self._memory = memory
         self._layers = tuple(layers)  # which the native experts do not keep alive
-        bound = [bind_experts(one.gate_up, one.down, one.activation) for one in layers]
+        bound = [bind_experts(one.gate_up, one.down, one.activation, *one.biases) for one in layers]
         self._bound = bound
         try:
             self._native = _native.ExpertServer(

@@ -3,6 +3,9 @@
 #include "experts.hpp"
 
 #include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -79,11 +82,17 @@ class Mixture {
       products_[expert] = static_cast<int64_t>(down_.size());
       next_[expert] = first;
       first += rows;
-      gate_up_.push_back({.matrix = experts_->gate_up[expert], .rows = rows, .activated = true,
-                          .activation = experts_->activation});
-      down_.push_back({.matrix = experts_->down[expert], .rows = rows});
+      const Matrix &gate_up = *experts_->gate_up[expert], &down = *experts_->down[expert];
+      const auto bias_of = [expert](const void* all, const Matrix& matrix) -> const void* {
+        if (all == nullptr) return nullptr;
+        return rows_of(all, matrix.outputs(), matrix.type()).row(expert);
+      };
+      gate_up_.push_back({.matrix = &gate_up, .bias = bias_of(experts_->gate_up_bias, gate_up),
+                          .rows = rows, .activated = true, .activation = experts_->activation});
+      down_.push_back(
+          {.matrix = &down, .bias = bias_of(experts_->down_bias, down), .rows = rows});
       firsts_.push_back(next_[expert]);
-      work_ += work_of(*experts_->gate_up[expert], rows);
+      work_ += work_of(gate_up, rows);
     }
     pairs_.resize(size);
     for (int64_t i = 0; i < size; ++i) {
@@ -168,40 +177,92 @@ class Mixture {
   int64_t work_ = 0;
 };
 
-}  // namespace
+constexpr float none = -std::numeric_limits<float>::infinity();
 
-void route_row(float* scores, int64_t count, int64_t top_k, bool normalise, int64_t* ids,
-               float* shares) {
+// Turns scores into weights; returns their sum, which is NaN if one of the scores is.
+float weigh(float* scores, int64_t count, bool sigmoid) {
   const ScanKernels& scan = *chosen_isa().scan;
-  scan.weigh(scores, count, scan.peak(scores, count).value, 1.0f);
+  if (sigmoid) {
+    sigmoids(scores, count);
+  } else {
+    scan.weigh(scores, count, scan.peak(scores, count).value, 1.0f);
+  }
   float total = 0.0f;
   for (int64_t i = 0; i < count; ++i) total += scores[i];
-  if (total != total) {
+  if (total == total && !sigmoid) {
+    for (int64_t i = 0; i < count; ++i) scores[i] /= total;
+  }
+  return total;
+}
+
+// Leaves the experts of the best groups, of equal ones the first.
+void keep_groups(float* weights, int64_t count, const Routing& routing) {
+  const int64_t size = count / routing.groups;
+  thread_local std::vector<float> ranks, best;
+  ranks.clear();
+  for (int64_t group = 0; group < routing.groups; ++group) {
+    const float* const first = weights + group * size;
+    best.resize(routing.group_best);
+    std::partial_sort_copy(first, first + size, best.begin(), best.end(), std::greater<>());
+    ranks.push_back(std::accumulate(best.begin(), best.end(), 0.0f));
+  }
+  for (int64_t left = routing.top_groups; left > 0; --left) {
+    *std::ranges::max_element(ranks) = none;
+  }
+  for (int64_t group = 0; group < routing.groups; ++group) {
+    if (ranks[group] != none) std::fill_n(weights + group * size, size, none);
+  }
+}
+
+}  // namespace
+
+void sigmoids(float* row, int64_t count) {
+  thread_local std::vector<float> powers;  // exp(-|x|)
+  powers.resize(count);
+  for (int64_t i = 0; i < count; ++i) powers[i] = -std::abs(row[i]);
+  chosen_isa().scan->weigh(powers.data(), count, 0.0f, 1.0f);
+  for (int64_t i = 0; i < count; ++i) {
+    row[i] = (row[i] < 0.0f ? powers[i] : 1.0f) / (1.0f + powers[i]);
+  }
+}
+
+void route_row(float* scores, int64_t count, const Routing& routing, int64_t* ids, float* shares) {
+  const int64_t top_k = routing.top_k;
+  if (const float total = weigh(scores, count, routing.sigmoid); total != total) {
     std::iota(ids, ids + top_k, 0);
     std::fill_n(shares, top_k, total);
     return;
   }
-  for (int64_t i = 0; i < count; ++i) scores[i] /= total;
+  float* chosen_by = scores;
+  if (routing.bias != nullptr || routing.groups > 1) {
+    thread_local std::vector<float> kept;
+    kept.assign(scores, scores + count);
+    chosen_by = kept.data();
+    if (routing.bias != nullptr) {
+      for (int64_t i = 0; i < count; ++i) chosen_by[i] += routing.bias[i];
+    }
+    if (routing.groups > routing.top_groups) keep_groups(chosen_by, count, routing);
+  }
   float chosen = 0.0f;
   for (int64_t k = 0; k < top_k; ++k) {
-    float* const best = std::max_element(scores, scores + count);
-    ids[k] = best - scores;
-    chosen += shares[k] = *best;
-    *best = -1.0f;
+    float* const best = std::max_element(chosen_by, chosen_by + count);
+    ids[k] = best - chosen_by;
+    chosen += shares[k] = scores[ids[k]];
+    *best = none;
   }
-  if (!normalise) return;
-  for (int64_t k = 0; k < top_k; ++k) shares[k] /= chosen;
+  const float divisor = routing.normalise ? chosen + 1e-20f : 1.0f;
+  for (int64_t k = 0; k < top_k; ++k) shares[k] = shares[k] / divisor * routing.scale;
 }
 
-void route(const Tensor& scores, int64_t top_k, bool normalise, int64_t* ids, float* shares) {
-  const int64_t tokens = scores.shape[0], count = scores.shape[1];
+void route(const Tensor& scores, const Routing& routing, int64_t* ids, float* shares) {
+  const int64_t tokens = scores.shape[0], count = scores.shape[1], top_k = routing.top_k;
   Phases phases;
   phases.add_tokens(tokens, [&](int64_t token) {
     std::vector<float> row(count);
     for (int64_t i = 0; i < count; ++i) {
       row[i] = number_at(scores.data, scores.type, token * scores.stride[0] + i);
     }
-    route_row(row.data(), count, top_k, normalise, ids + token * top_k, shares + token * top_k);
+    route_row(row.data(), count, routing, ids + token * top_k, shares + token * top_k);
   });
   phases.run(tokens > piece);
 }

@@ -13,6 +13,9 @@ namespace weft {
 struct Experts {
   std::vector<const Matrix*> gate_up;  // gated [2 * size, hidden]
   std::vector<const Matrix*> down;     // [hidden, size]
+  // Of the matrices' type, or null.
+  const void* gate_up_bias = nullptr;  // [experts, 2 * size]
+  const void* down_bias = nullptr;     // [experts, hidden]
   Activation activation = Activation::silu;
 };
 
@@ -23,12 +26,25 @@ struct Routes {
   int64_t tokens, top_k;
 };
 
-// Chooses the experts with the largest softmax of `count` scores, of equal ones the first, the
-// largest share first. The scores are overwritten. If one of them is NaN, so are all shares.
-void route_row(float* scores, int64_t count, int64_t top_k, bool normalise, int64_t* ids,
-               float* shares);
+// How experts are chosen and weighed; see `Routing` in routing.py.
+struct Routing {
+  int64_t top_k = 0;
+  bool normalise = false;  // shares of a token sum to 1
+  bool sigmoid = false;    // weights are the scores' sigmoids, in place of their softmax
+  int64_t groups = 1, top_groups = 1;
+  int64_t group_best = 1;        // so many weights of a group, added up, rank it
+  float scale = 1;               // multiplies shares at the end
+  const float* bias = nullptr;   // [experts], is added to what chooses
+};
+
+// row[i] = 1 / (1 + exp(-row[i])), with the bits of the instruction set's own exponential.
+void sigmoids(float* row, int64_t count);
+
+// Chooses experts by `count` scores, of equal ones the first, the best one first. The scores are
+// overwritten. If one of them is NaN, so are all shares.
+void route_row(float* scores, int64_t count, const Routing& routing, int64_t* ids, float* shares);
 // The same for scores [tokens, experts].
-void route(const Tensor& scores, int64_t top_k, bool normalise, int64_t* ids, float* shares);
+void route(const Tensor& scores, const Routing& routing, int64_t* ids, float* shares);
 
 // out [tokens, hidden] is the sum of what each token's experts make of x [tokens, hidden] times
 // their shares, in the order of the experts; out may be x. The matrices of an expert are read once

@@ -3,30 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from weft.kernels.arrays import Array, address, contiguous, dense_rows, dtype_name, empty, view
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.kernels.arrays import (
+    Array,
+    address,
+    contiguous,
+    dense_rows,
+    dtype_name,
+    empty,
+    to_numpy,
+    view,
+)
 from weft.kernels.cpu import _native
 from weft.kernels.cpu.matrix import CpuMatrix
 from weft.kernels.cpu.rows import ACTIVATIONS
+from weft.kernels.routing import Routing
 
 
-def route(scores: Array, top_k: int, normalise: bool) -> tuple[Array, Array]:
+def route(scores: Array, routing: Routing, bias: Array | None = None) -> tuple[Array, Array]:
     """Return shares [T, K] float32 and ids [T, K] int64 of experts; see ``reference.route``.
 
-    Of equal shares the first expert's is taken. If a score of a token is NaN or inf, its shares are
-    NaN.
+    Of equal ones the first expert is taken. If a score of a token is NaN, its shares are NaN; those
+    of a softmax also if one is inf.
 
     Raises:
-        ValueError: there are fewer experts, or the scores [T, E] have another shape or type.
+        ValueError: there are fewer experts, or scores [T, E] or bias have another shape or type.
     """
-    if scores.ndim != 2 or not 0 < top_k <= scores.shape[1]:
-        raise ValueError(f"{top_k} experts cannot be chosen by scores {list(scores.shape)}")
+    if scores.ndim != 2:
+        raise ValueError(f"experts cannot be chosen by scores {list(scores.shape)}")
     if dtype_name(scores.dtype) not in ("float32", "bfloat16"):
         raise ValueError(f"scores {list(scores.shape)} of {scores.dtype}: no kernel")
-    scores, shape = dense_rows(scores), (scores.shape[0], top_k)
+    numbers = None if bias is None else correction(bias, scores.shape[1])
+    native = native_routing(routing, scores.shape[1], numbers)
+    scores, shape = dense_rows(scores), (scores.shape[0], routing.top_k)
     shares, ids = empty(scores, shape, "float32"), empty(scores, shape, "int64")
-    _native.route(view("scores", scores), top_k, normalise, address(ids), address(shares))
+    _native.route(view("scores", scores), native, address(ids), address(shares))
     return shares, ids
+
+
+def correction(bias: Array, experts: int) -> NDArray[Any]:
+    """Return a correction bias [E] for native calls.
+
+    Raises:
+        ValueError: it has another shape or type.
+    """
+    if tuple(bias.shape) != (experts,) or dtype_name(bias.dtype) != "float32":
+        raise ValueError(
+            f"correction_bias {list(bias.shape)} of {bias.dtype}: expected [{experts}] of float32"
+        )
+    return np.ascontiguousarray(to_numpy(bias))
+
+
+def native_routing(routing: Routing, experts: int, bias: NDArray[Any] | None) -> _native.Routing:
+    """Return a routing for native calls, which do not keep the bias alive.
+
+    Raises:
+        ValueError: so many experts cannot be chosen from like this.
+    """
+    routing.check(experts)
+    native = _native.Routing()
+    native.top_k, native.normalise = routing.top_k, routing.normalise
+    native.sigmoid = routing.scoring == "sigmoid"
+    native.groups, native.top_groups = routing.n_group, routing.topk_group
+    native.group_best, native.scale = routing.group_best, routing.routed_scaling_factor
+    native.bias = 0 if bias is None else address(bias)
+    return native
 
 
 def moe(
@@ -36,6 +81,8 @@ def moe(
     gate_up: Sequence[CpuMatrix],
     down: Sequence[CpuMatrix],
     activation: str,
+    gate_up_bias: Array | None = None,
+    down_bias: Array | None = None,
 ) -> Array:
     """Return the weighted sum of each token's experts [T, D]; see ``reference.moe``.
 
@@ -58,19 +105,25 @@ def moe(
         raise ValueError(f"shares of {weights.dtype} and ids of {experts.dtype}")
     x, weights, experts = dense_rows(x), contiguous(weights), contiguous(experts)
     out = empty(x, x.shape)
-    bound = bind_experts(gate_up, down, activation)
+    kept = [None if bias is None else contiguous(bias) for bias in (gate_up_bias, down_bias)]
+    bound = bind_experts(gate_up, down, activation, *kept)
     _native.moe(bound, view("x", x), address(experts), address(weights), top_k, address(out))
     return out
 
 
 def bind_experts(
-    gate_up: Sequence[CpuMatrix], down: Sequence[CpuMatrix], activation: str
+    gate_up: Sequence[CpuMatrix],
+    down: Sequence[CpuMatrix],
+    activation: str,
+    gate_up_bias: Array | None = None,
+    down_bias: Array | None = None,
 ) -> _native.Experts:
-    """Return experts for native calls, which do not keep the matrices alive.
+    """Return experts for native calls, which do not keep matrices and biases alive.
 
     Args:
         gate_up: E gated matrices [2 J, C].
         down: E matrices [C, J].
+        gate_up_bias, down_bias: [E, 2 J] and [E, C], contiguous, of the type of activations.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or there is no such activation.
@@ -90,4 +143,16 @@ def bind_experts(
                 f"{[2 * size, hidden]} and {[hidden, size]} of {down[0].dtype}"
             )
         experts.add(first.native, second.native)
+    for name, bias, width in (
+        ("gate_up_bias", gate_up_bias, 2 * size),
+        ("down_bias", down_bias, hidden),
+    ):
+        if bias is None:
+            continue
+        if tuple(bias.shape) != (len(down), width) or dtype_name(bias.dtype) != down[0].dtype:
+            raise ValueError(
+                f"{name} {list(bias.shape)} of {bias.dtype}: expected {[len(down), width]} of "
+                f"{down[0].dtype}"
+            )
+        setattr(experts, name, address(bias))
     return experts

@@ -17,11 +17,12 @@ struct Layer {
   const Matrix* output = nullptr;   // [hidden, heads * head_size]
   const Matrix* gate_up = nullptr;  // gated [2 * size, hidden]
   const Matrix* down = nullptr;     // [hidden, size]
-  const Matrix* router = nullptr;   // [experts, hidden]
+  const Matrix* router = nullptr;   // [experts, hidden], with a gate of the MLP one output more
   const void* qkv_bias = nullptr;
   const void* output_bias = nullptr;
   const void* gate_up_bias = nullptr;
   const void* down_bias = nullptr;
+  const void* router_bias = nullptr;
   const float* input_norm = nullptr;           // [hidden]
   // [heads + kv_heads, head_size], for a norm of each head, or of all of Q and of all of K.
   const float* qk_norm = nullptr;
@@ -29,11 +30,13 @@ struct Layer {
   const float* post_attention_norm = nullptr;  // [hidden]
   const float* mlp_norm = nullptr;             // [hidden]
   const float* post_mlp_norm = nullptr;        // [hidden]
-  // Experts, in place of an MLP or beside it. There they have norms of their own, and the router
-  // reads a norm of the residual times a factor.
+  // Experts, in place of an MLP or beside it. Beside it both read the same and are added up, the MLP
+  // times the sigmoid of its gate; or, with `dense_post_norm`, they have norms of their own, and the
+  // router reads a norm of the residual times a factor.
   const Experts* experts = nullptr;
-  int64_t top_k = 0;
-  bool normalise = false;                   // shares of a token sum to 1
+  Routing routing;
+  bool float_scores = false;                // scores are not rounded to the layer's type
+  bool mlp_gate = false;                    // the router's last output is the gate of the MLP
   const float* expert_scale = nullptr;      // [experts], multiplies shares
   const float* router_scale = nullptr;      // [hidden], of that norm
   float router_factor = 1;

@@ -17,7 +17,7 @@ from weft.kernels.arrays import (
     to_numpy,
 )
 from weft.kernels.cpu import _native
-from weft.kernels.cpu.experts import bind_experts
+from weft.kernels.cpu.experts import bind_experts, correction, native_routing
 from weft.kernels.cpu.rows import ACTIVATIONS
 from weft.kernels.parts import LayerParts, LayerShape, RoutedExperts, check_parts
 
@@ -74,21 +74,28 @@ class CpuLayer:
 
     def _bind_experts(self, experts: RoutedExperts) -> None:
         native, count = self.native, len(experts.down)
-        bound = bind_experts(experts.gate_up, experts.down, self._shape.activation)
+        biases = [
+            None if bias is None else np.ascontiguousarray(to_numpy(bias))
+            for bias in (experts.gate_up_bias, experts.down_bias)
+        ]
+        bound = bind_experts(experts.gate_up, experts.down, self._shape.activation, *biases)
         one = experts.down[0]
         if one.shape[0] != self._hidden or one.dtype != self._dtype:
             raise ValueError(
                 f"experts of {one.shape[0]} in {one.dtype} do not fit a layer of {self._hidden} in "
                 f"{self._dtype}"
             )
-        if not 0 < experts.top_k <= count:
-            raise ValueError(f"{experts.top_k} of {count} experts cannot be chosen")
+        bias = experts.correction_bias
+        numbers = None if bias is None else correction(bias, count)
         native.experts = bound
-        native.top_k, native.normalise = experts.top_k, experts.normalise
+        native.routing = native_routing(experts.routing, count, numbers)
+        native.float_scores, native.mlp_gate = numbers is not None, experts.mlp_gate
         native.router_factor = self._hidden**-0.5
+        if experts.router_bias is not None:
+            self._point_to("router_bias", to_numpy(experts.router_bias))
         if experts.scale is not None:
             self._point_to("expert_scale", to_numpy(experts.scale).astype(np.float32))
-        self._kept += [bound, experts]
+        self._kept += [bound, experts, biases, numbers]
 
     def _point_to(self, name: str, numbers: NDArray[Any]) -> None:
         numbers = np.ascontiguousarray(numbers)

@@ -265,10 +265,16 @@ void finish(DType type, const Finish& f) {
   finish_as<DType::bf16>(f);
 }
 
-inline vec activate(vec x, Activation activation) {
-  if (activation == Activation::silu) return x * sigmoid(x);
-  // 0.5 * x * (1 + tanh(u)) = x / (1 + exp(-2 u))
-  return x * sigmoid(1.5957691216057308f * (x + 0.044715f * (x * x * x)));
+inline vec gated(vec gate, vec up, Activation activation) {
+  if (activation == Activation::silu) return gate * sigmoid(gate) * up;
+  if (activation == Activation::gelu_tanh) {
+    // 0.5 * x * (1 + tanh(u)) = x / (1 + exp(-2 u))
+    return gate * sigmoid(1.5957691216057308f * (gate + 0.044715f * (gate * gate * gate))) * up;
+  }
+  const vec most = splat(7.0f);
+  gate = pick(gate > most, most, gate);
+  up = pick(up > most, most, pick(up < -most, -most, up));
+  return gate * sigmoid(1.702f * gate) * (up + 1.0f);
 }
 
 template <DType type>
@@ -283,8 +289,8 @@ void finish_gated_as(Activation activation, const Finish& f) {
         gate += load(f.bias + i);
         up += load(f.bias + gated_columns + i);
       }
-      gate = activate(rounded<type>(gate), activation);
-      write<type>(out + i * size, gate * rounded<type>(up), f.columns - i);
+      const vec y = gated(rounded<type>(gate), rounded<type>(up), activation);
+      write<type>(out + i * size, y, f.columns - i);
     }
   }
 }

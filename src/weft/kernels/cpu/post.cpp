@@ -38,7 +38,7 @@ class Post {
     if (dense > 0) {
       phases.add_rounding(down_);
       phases.add(down_.items(), [this](int64_t item) { down_.run(kernels_, item); });
-      if (down_.out.data == y_.data) {
+      if (down_.out.data == y_.data && !shared_) {
         phases.add_tokens(tokens_, [this](int64_t token) { end_mlp(token); });
       }
     }
@@ -46,7 +46,7 @@ class Post {
     const bool share = worth_sharing(work_of(large, tokens_));
     phases.run(share);
     if (routed_) {
-      run_experts(*layer_.experts, {ids_, shares_, tokens_, layer_.top_k}, expert_x_, sparse_,
+      run_experts(*layer_.experts, {ids_, shares_, tokens_, top_k_}, expert_x_, sparse_,
                   [this](int64_t token) { end_experts(token); });
     }
     if (layer_.input_gate != nullptr || layer_.scalar != 1.0f) add_input(share);
@@ -88,10 +88,11 @@ class Post {
       input_gate_.out = slices.rows(tokens_, layer_.input_gate->outputs(), type_);
     }
     if (!routed_) return;
-    ids_ = slices.take<int64_t>(tokens_ * layer_.top_k);
-    shares_ = slices.take<float>(tokens_ * layer_.top_k);
+    ids_ = slices.take<int64_t>(tokens_ * top_k_);
+    shares_ = slices.take<float>(tokens_ * top_k_);
     scores_ = slices.take<float>(tokens_ * layer_.router->outputs());
-    router_.out = slices.rows(tokens_, layer_.router->outputs(), type_);
+    if (layer_.float_scores) router_.out_type = DType::f32;
+    router_.out = slices.rows(tokens_, layer_.router->outputs(), router_.out_type);
     sparse_ = slices.rows(tokens_, hidden_, type_);
     router_.x = beside_ ? slices.rows(tokens_, hidden_, type_) : x_;
     expert_x_ = beside_ ? slices.rows(tokens_, hidden_, type_) : x_;
@@ -129,12 +130,15 @@ class Post {
   }
 
   void choose(int64_t token) const {
-    const int64_t count = layer_.router->outputs(), first = token * layer_.top_k;
-    float* const scores = scores_ + token * count;
-    for (int64_t i = 0; i < count; ++i) scores[i] = number_at(router_.out.row(token), type_, i);
-    route_row(scores, count, layer_.top_k, layer_.normalise, ids_ + first, shares_ + first);
+    const int64_t width = layer_.router->outputs(), first = token * top_k_;
+    float* const scores = scores_ + token * width;
+    for (int64_t i = 0; i < width; ++i) {
+      scores[i] = number_at(router_.out.row(token), router_.out_type, i);
+    }
+    const int64_t count = static_cast<int64_t>(layer_.experts->down.size());
+    route_row(scores, count, layer_.routing, ids_ + first, shares_ + first);
     if (layer_.expert_scale == nullptr) return;
-    for (int64_t i = first; i < first + layer_.top_k; ++i) {
+    for (int64_t i = first; i < first + top_k_; ++i) {
       shares_[i] *= layer_.expert_scale[ids_[i]];
     }
   }
@@ -146,6 +150,16 @@ class Post {
 
   void end_experts(int64_t token) const {
     if (beside_) norm(layer_.expert_post_norm, sparse_, y_, sparse_, token);
+    if (shared_) {
+      char *const more = y_.row(token), *const row = sparse_.row(token);
+      if (layer_.mlp_gate) {
+        const int64_t width = layer_.router->outputs();
+        float gate = scores_[token * width + width - 1];
+        sigmoids(&gate, 1);
+        kernels_.scale(type_, gate, more, nullptr, more, hidden_);
+      }
+      kernels_.scale(type_, 1.0f, more, row, row, hidden_);
+    }
     add(layer_.post_mlp_norm, sparse_, middle_, result_, token);
   }
 
@@ -174,16 +188,19 @@ class Post {
 
   const PanelKernels& kernels_ = *chosen_isa().panel;
   const Layer& layer_;
-  const bool routed_ = layer_.experts != nullptr, beside_ = routed_ && layer_.gate_up != nullptr;
+  const bool routed_ = layer_.experts != nullptr, dense_ = layer_.gate_up != nullptr;
+  const bool beside_ = routed_ && dense_ && layer_.dense_post_norm != nullptr;
+  const bool shared_ = routed_ && dense_ && !beside_;
   const bool scaled_ = layer_.residual_scale != 1.0f;
   const DType type_ = layer_.type();
   const int64_t hidden_ = layer_.output->outputs(), tokens_;
+  const int64_t top_k_ = layer_.routing.top_k;
   const int threads_ = shared_pool().threads();
   const Rows inputs_, in_, result_;
   Multiplication output_ = product_of(layer_.output, layer_.output_bias);
   Multiplication gate_up_ = product_of(layer_.gate_up, layer_.gate_up_bias);
   Multiplication down_ = product_of(layer_.down, layer_.down_bias);
-  Multiplication router_ = product_of(layer_.router);
+  Multiplication router_ = product_of(layer_.router, layer_.router_bias);
   Multiplication input_gate_ = product_of(layer_.input_gate);
   Multiplication input_projection_ = product_of(layer_.input_projection);
   Rows middle_{}, x_{}, y_{};

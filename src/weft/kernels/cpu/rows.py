@@ -5,7 +5,11 @@ from __future__ import annotations
 from weft.kernels.arrays import Array, address, contiguous, dense_rows, dtype_name, empty, view
 from weft.kernels.cpu import _native
 
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}  # the numbers of `Activation` in panel.hpp
+ACTIVATIONS = {
+    "silu": 0,
+    "gelu_tanh": 1,
+    "swiglu_oai": 2,
+}  # the numbers of `Activation` in panel.hpp
 
 
 def angles(positions: Array, frequencies: Array, scale: float) -> tuple[Array, Array]:

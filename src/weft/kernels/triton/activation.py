@@ -8,54 +8,60 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.float8 import Rounded
+from weft.kernels.reference import SWIGLU_ALPHA, SWIGLU_LIMIT
 from weft.kernels.triton.fp8 import codes_dtype, row_scale, to_e4m3
 from weft.kernels.triton.launch import last_contiguous
 
-ACTIVATIONS = ("silu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")  # kernels take their places
+_ALPHA, _LIMIT = tl.constexpr(SWIGLU_ALPHA), tl.constexpr(SWIGLU_LIMIT)
 _BLOCK = 1024
 _ROW_BLOCK = 4096  # numbers that a program looks at at once which rounds a whole row
 
 
 @triton.jit
-def activated(gate, GELU: tl.constexpr):
-    """Return silu or gelu (by tanh) of float32 numbers; see ``reference.activate``."""
-    if GELU:
+def gated(gate, up, ACTIVATION: tl.constexpr):
+    """Return activated gates times others of float32 numbers; see ``reference.act_mul``."""
+    if ACTIVATION == 2:
+        gate = tl.where(gate > _LIMIT, _LIMIT, gate)
+        up = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up)) + 1.0
+        turn = _ALPHA * gate
+    elif ACTIVATION == 1:
         # (1 + tanh(z)) / 2 = 1 / (1 + exp(-2 z)), z = sqrt(2 / pi) (x + 0.044715 x^3)
         turn = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     else:
         turn = gate
-    return gate / (1.0 + tl.exp(-turn))
+    return gate / (1.0 + tl.exp(-turn)) * up
 
 
 @triton.jit
-def _product(gate_up, column, SIZE: tl.constexpr, GELU: tl.constexpr):
+def _product(gate_up, column, SIZE: tl.constexpr, ACTIVATION: tl.constexpr):
     """Activated gates times values in float32; see ``reference.act_mul``."""
     mask = column < SIZE
     gate = tl.load(gate_up + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + SIZE + column, mask=mask, other=0.0).to(tl.float32)
-    return activated(gate, GELU) * up
+    return gated(gate, up, ACTIVATION)
 
 
 @triton.jit
 def _act_mul(
-    gate_up, out, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr
+    gate_up, out, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    y = _product(gate_up + row * stride, column, SIZE, GELU)
+    y = _product(gate_up + row * stride, column, SIZE, ACTIVATION)
     tl.store(out + row * SIZE + column, y.to(out.dtype.element_ty), mask=column < SIZE)
 
 
 @triton.jit
 def _act_mul_round(
     gate_up, static, out, scales, stride,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, STATIC: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, STATIC: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     most = tl.zeros([BLOCK], tl.float32)
     wrong = tl.zeros([BLOCK], tl.int32)
     for start in range(0, SIZE, BLOCK):
-        y = _product(gate_up + row * stride, start + tl.arange(0, BLOCK), SIZE, GELU)
+        y = _product(gate_up + row * stride, start + tl.arange(0, BLOCK), SIZE, ACTIVATION)
         y = y.to(gate_up.dtype.element_ty).to(tl.float32)
         most = tl.maximum(most, tl.abs(y))
         wrong |= ((y - y) != 0.0).to(tl.int32)
@@ -64,7 +70,7 @@ def _act_mul_round(
     tl.store(scales + row, scale)
     for start in range(0, SIZE, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        y = _product(gate_up + row * stride, column, SIZE, GELU)
+        y = _product(gate_up + row * stride, column, SIZE, ACTIVATION)
         y = y.to(gate_up.dtype.element_ty).to(tl.float32)
         y = to_e4m3(tl.where(finite, y * factor, 0.0))
         tl.store(out + row * SIZE + column, y.to(out.dtype.element_ty), mask=column < SIZE)
@@ -110,7 +116,7 @@ def act_mul(gate_up: Tensor, activation: str) -> Tensor:
     if rows:
         _act_mul[(rows, triton.cdiv(size, _BLOCK))](
             gate_up, out, gate_up.stride(0), SIZE=size, BLOCK=_BLOCK,
-            GELU=activation == "gelu_tanh", num_warps=4, num_stages=1,
+            ACTIVATION=ACTIVATIONS.index(activation), num_warps=4, num_stages=1,
         )  # fmt: skip
     return out
 
@@ -125,8 +131,9 @@ def act_mul_for(inputs: str | Tensor, gate_up: Tensor, activation: str) -> Tenso
     if rows:
         _act_mul_round[(rows,)](
             gate_up, inputs if isinstance(inputs, Tensor) else None, out, scales,
-            gate_up.stride(0), SIZE=size, BLOCK=_ROW_BLOCK, GELU=activation == "gelu_tanh",
-            STATIC=isinstance(inputs, Tensor), num_warps=8, num_stages=1,
+            gate_up.stride(0), SIZE=size, BLOCK=_ROW_BLOCK,
+            ACTIVATION=ACTIVATIONS.index(activation), STATIC=isinstance(inputs, Tensor),
+            num_warps=8, num_stages=1,
         )  # fmt: skip
     return Rounded(out, scales)
 

@@ -19,7 +19,7 @@ from weft.kernels.triton.coded import (
     zero_points,
 )
 from weft.kernels.triton.coded_matrix import TILE, CodedMatrix
-from weft.kernels.triton.expert_pairs import read_pairs, write_pairs
+from weft.kernels.triton.expert_pairs import biased, place_of, read_pairs, write_pairs
 from weft.kernels.triton.launch import last_contiguous
 from weft.kernels.tuning import Launch
 
@@ -40,6 +40,7 @@ def grouped_codes(
     row_scales,  # [PIECES, rows of x] float32, of rounded activations
     scale,  # [E, PIECES or 1, N or 2 N]
     zero,  # the same of uint8
+    bias,  # [E, N or 2 N]
     share,  # [P] float32
     order,
     starts,
@@ -60,8 +61,9 @@ def grouped_codes(
     ROUNDED: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
+    BIASED: tl.constexpr,
     GATED: tl.constexpr,
-    GELU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -119,7 +121,9 @@ def grouped_codes(
         w_at += EACH * _TILE * INPUTS
         up_at += EACH * _TILE * INPUTS
         x_at += EACH * GROUP
-    write_pairs(out, share, acc, up, place, pair, m_in, n, n_in, N, GATED, GELU)
+    if BIASED:
+        acc, up = biased(acc, up, bias, expert, n, n_in, N, GATED)
+    write_pairs(out, share, acc, up, place, pair, m_in, n, n_in, N, GATED, ACTIVATION)
 
 
 def multiply(
@@ -131,12 +135,14 @@ def multiply(
     out: Tensor,
     top_k: int,
     activation: str | None,
+    bias: Tensor | None,
 ) -> None:
     """Multiply pairs with their experts: gated, from tokens; or weighted, from sorted places.
 
     Args:
         groups: the four parts of ``moe.Groups``.
         activation: that of the gates; None: the product is weighted.
+        bias: [E, outputs of the matrix], contiguous.
     """
     form = matrix.form
     rows, row_scales = round_groups(x, form.inputs) if form.rounds else (last_contiguous(x), shares)
@@ -148,6 +154,7 @@ def multiply(
         row_scales,
         matrix.scales,
         matrix.scales if matrix.zeros is None else matrix.zeros,
+        matrix.scales if bias is None else bias,
         shares,
         *groups,
         out,
@@ -165,7 +172,8 @@ def multiply(
         ROUNDED=form.rounds,
         OPERAND=operand,
         PRECISION="ieee" if matrix.dtype == torch.float32 else "tf32",
+        BIASED=bias is not None,
         GATED=activation is not None,
-        GELU=activation == "gelu_tanh",
+        ACTIVATION=place_of(activation),
         **launch,
     )

@@ -8,7 +8,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.kernels.triton.activation import activated
+from weft.kernels.triton.activation import ACTIVATIONS, gated
+
+
+def place_of(activation: str | None) -> int:
+    """Return the place of an activation, 0 for a product without one."""
+    return 0 if activation is None else ACTIVATIONS.index(activation)
 
 
 @triton.jit
@@ -31,6 +36,16 @@ def read_pairs(
 
 
 @triton.jit
+def biased(acc, up, bias, expert, n, n_in, N: tl.constexpr, GATED: tl.constexpr):
+    """Add an expert's biases, of all [E, N] or [E, 2 N], to sums [BLOCK_N, BLOCK_M]."""
+    at = bias + expert * (2 * N if GATED else N) + n
+    acc += tl.load(at, mask=n_in, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        up += tl.load(at + N, mask=n_in, other=0.0).to(tl.float32)[:, None]
+    return acc, up
+
+
+@triton.jit
 def write_pairs(
     out,
     share,
@@ -43,11 +58,11 @@ def write_pairs(
     n_in,
     N: tl.constexpr,
     GATED: tl.constexpr,
-    GELU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):
     """Write sums [BLOCK_N, BLOCK_M]: gated at their places, else times their share by pair."""
     if GATED:
-        acc = activated(acc, GELU) * up
+        acc = gated(acc, up, ACTIVATION)
         to = place.to(tl.int64)
     else:
         acc *= tl.load(share + pair, mask=m_in, other=0.0)[None, :]

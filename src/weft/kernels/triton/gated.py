@@ -9,7 +9,7 @@ from torch import Tensor
 
 from weft.kernels.float8 import Rounded
 from weft.kernels.triton import pdl
-from weft.kernels.triton.activation import ACTIVATIONS, activated
+from weft.kernels.triton.activation import ACTIVATIONS, gated
 from weft.kernels.triton.fp8 import codes_dtype, row_scale, to_e4m3
 from weft.kernels.triton.gemm import finish, operand
 from weft.kernels.triton.matrix import TritonMatrix, arithmetic, rows_for, weight_of
@@ -40,7 +40,7 @@ def gated_gemm(
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
     FLAGS: tl.constexpr,
-    GELU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     ROUND: tl.constexpr,
     STATIC: tl.constexpr,
     PDL: tl.constexpr,
@@ -80,7 +80,7 @@ def gated_gemm(
     inside = n_in[:, None] & m_in[None, :]
     gate = finish(gate, factors, scale, bias, None, row, column, inside, 0, FLAGS)
     up = finish(up, factors, scale, bias, None, row, column + N, inside, 0, FLAGS)
-    y = activated(gate, GELU) * up
+    y = gated(gate, up, ACTIVATION)
     if ROUND:
         GROUPS: tl.constexpr = BLOCK_N // ROUND
         y = tl.reshape(tl.where(inside, y, 0.0), [GROUPS, ROUND, BLOCK_M])
@@ -146,7 +146,7 @@ def gated_product(
             N=size,
             K=width,
             FLAGS=sum(1 << place for place, part in enumerate(parts) if part is not None),
-            GELU=activation == "gelu_tanh",
+            ACTIVATION=ACTIVATIONS.index(activation),
             ROUND=group,
             STATIC=isinstance(inputs, Tensor),
             **options,

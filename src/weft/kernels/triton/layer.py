@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from weft.kernels.float8 import Rounded
 from weft.kernels.hosted import HostedExperts
-from weft.kernels.parts import LayerParts, check_parts
+from weft.kernels.parts import LayerParts, RoutedExperts, check_parts
 from weft.kernels.triton.activation import act_mul_for
 from weft.kernels.triton.coded_matrix import CodedMatrix
 from weft.kernels.triton.gated import gated_product
 from weft.kernels.triton.gemm import SplitProduct
-from weft.kernels.triton.matrix import TritonMatrix, not_by_gemm, product
+from weft.kernels.triton.matrix import TritonMatrix, linear, logits, not_by_gemm, product
 from weft.kernels.triton.moe import moe
 from weft.kernels.triton.norm import NormKind, add, add_norm, norm
 from weft.kernels.triton.prologue import enter
@@ -46,7 +47,7 @@ class TritonLayer:
     """
 
     def __init__(self, parts: LayerParts) -> None:
-        """Bind a layer with an MLP or, in its place, experts.
+        """Bind a layer with an MLP, with experts in its place, or with shared experts beside them.
 
         Raises:
             ValueError: a part is missing, shapes or dtypes do not fit together, or there are parts
@@ -54,7 +55,7 @@ class TritonLayer:
         """
         check_parts(parts)
         matrices, shape, norms = parts.matrices, parts.shape, parts.norms
-        beside = parts.experts is not None and "gate_up" in matrices
+        beside = norms.dense_post_norm is not None
         odd = shape.kv_heads == 0 or shape.value_is_key or shape.value_norm
         if beside or odd or "input_gate" in matrices or parts.scalar is not None:
             raise ValueError("layers with the extras of Gemma 4 run op by op on a GPU")
@@ -122,7 +123,8 @@ class TritonLayer:
         """``post`` but for its last sum."""
         norms, biases = self._norms, self._biases
         y = product(attended.flatten(1), self._output, biases.output_bias)  # [T, C]
-        inputs = "float" if self._gate_up is None else self._gate_up.inputs
+        alone = self._gate_up if self._experts is None else None
+        inputs = "float" if alone is None else alone.inputs
         x, residual = add_norm(
             y, residual, norms.post_attention_norm, norms.mlp_norm, self._kind, inputs
         )
@@ -132,18 +134,36 @@ class TritonLayer:
         if self._experts is not None:
             assert isinstance(x, Tensor)
             assert self._router is not None
-            experts = self._experts
-            scores = product(x, self._router, None)  # [T, E]
-            shares, ids = route(scores, experts.top_k, experts.normalise)
-            if isinstance(experts.down, HostedExperts):
-                experts.down.send(x, shares, ids)
-                y: Tensor = experts.down.receive(x)
-                return y * 1  # by a kernel: what begins early may follow no copy, see ``pdl``
-            return moe(x, shares, ids, experts.gate_up, experts.down, self._shape.activation)
+            return self._mixture(x, self._experts, self._router)
         assert self._gate_up is not None
         assert self._down is not None
         biases = self._biases
         return product(self._gated(x, self._gate_up, self._down), self._down, biases.down_bias)
+
+    def _mixture(self, x: Tensor, experts: RoutedExperts, router: Matrix) -> Tensor:
+        """The sum of the routed experts of rows [T, C], and of the shared ones if there are any."""
+        corrected = experts.correction_bias is not None
+        scores = logits(x, router) if corrected else product(x, router, experts.router_bias)
+        gates = None
+        if experts.mlp_gate:
+            gates = torch.empty(len(x), dtype=torch.float32, device=x.device)
+        shares, ids = route(scores, experts.routing, experts.correction_bias, gates)
+        hosted = isinstance(experts.down, HostedExperts)
+        if hosted:
+            experts.down.send(x, shares, ids)
+        shared = None  # while the host computes
+        if self._gate_up is not None and self._down is not None:
+            rows = self._gated(x, self._gate_up, self._down)
+            shared = linear(rows, self._down, self._biases.down_bias)
+        if not hosted:
+            of = experts.gate_up, experts.down, self._shape.activation
+            biases = experts.gate_up_bias, experts.down_bias
+            return moe(x, shares, ids, *of, *biases, shared, gates)
+        y: Tensor = experts.down.receive(x)
+        # By a kernel in each case: what begins early may follow no copy, see ``pdl``.
+        if shared is None:
+            return y * 1
+        return y + (shared if gates is None else (shared.float() * gates.unsqueeze(1)).to(y.dtype))
 
     def _gated(self, x: Tensor | Rounded, gate_up: Matrix, down: Matrix) -> Tensor | Rounded:
         """Activated gates times values [T, I], as ``down`` takes them if it is rounded here."""

@@ -18,7 +18,7 @@ from weft.kernels.float8 import Rounded
 from weft.kernels.triton.activation import ACTIVATIONS
 from weft.kernels.triton.coded_matrix import CodedMatrix
 from weft.kernels.triton.coded_moe import multiply
-from weft.kernels.triton.expert_pairs import read_pairs, write_pairs
+from weft.kernels.triton.expert_pairs import biased, place_of, read_pairs, write_pairs
 from weft.kernels.triton.fp8 import round_rows
 from weft.kernels.triton.gemm import operand
 from weft.kernels.triton.launch import power_of_2
@@ -67,6 +67,7 @@ def _grouped(
     w,  # [E, N, K], with gates [E, 2 N, K], those first
     row_scale,  # float32, a scale for each row of x
     scale,  # [E, N or 2 N] float32
+    bias,  # [E, N or 2 N]
     share,  # [P] float32
     order,
     starts,
@@ -85,8 +86,9 @@ def _grouped(
     BITS: tl.constexpr,
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
+    BIASED: tl.constexpr,
     GATED: tl.constexpr,
-    GELU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     ROW_SCALED: tl.constexpr,
     SCALED: tl.constexpr,
 ):
@@ -125,14 +127,21 @@ def _grouped(
         factor = tl.load(row_scale + row, mask=m_in, other=0.0)[None, :]
         acc *= factor
         up *= factor
-    write_pairs(out, share, acc, up, place, pair, m_in, n, n_in, N, GATED, GELU)
+    if BIASED:
+        acc, up = biased(acc, up, bias, expert, n, n_in, N, GATED)
+    write_pairs(out, share, acc, up, place, pair, m_in, n, n_in, N, GATED, ACTIVATION)
 
 
 @triton.jit
 def _combine(
-    parts, experts, out, E: tl.constexpr, TOP_K: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Add the pairs of one token in the order of its experts. Grid: (T, blocks of outputs)."""
+    parts, experts, shared, gates, out,
+    E: tl.constexpr, TOP_K: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+    SHARED: tl.constexpr, GATES: tl.constexpr,
+):  # fmt: skip
+    """Add the pairs of one token in the order of its experts, then what the shared experts give.
+
+    Grid: (T, blocks of outputs).
+    """
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.float32)
@@ -141,6 +150,9 @@ def _combine(
         expert = tl.load(experts + pair)
         known = (expert >= 0) & (expert < E)
         acc += tl.load(parts + pair * N + n, mask=(n < N) & known, other=0.0)
+    if SHARED:
+        more = tl.load(shared + token * N + n, mask=n < N, other=0.0).to(tl.float32)
+        acc += more * tl.load(gates + token) if GATES else more
     tl.store(out + token * N + n, acc.to(out.dtype.element_ty), mask=n < N)
 
 
@@ -151,6 +163,10 @@ def moe(
     gate_up: TritonMatrix | CodedMatrix,
     down: TritonMatrix | CodedMatrix,
     activation: str,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    shared: Tensor | None = None,
+    gates: Tensor | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts [T, D]; see ``reference.moe``.
 
@@ -159,6 +175,9 @@ def moe(
     Args:
         gate_up: [E, 2 I, D], gates first.
         down: [E, D, I].
+        gate_up_bias, down_bias: [E, 2 I] and [E, D].
+        shared: [T, D], contiguous, is added, before sums are rounded.
+        gates: [T] float32, multiplies that.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
@@ -186,13 +205,16 @@ def moe(
     heights = {launch["BLOCK_M"] for launch in launches}
     groups = {height: _group(order.indices, starts, height) for height in heights}
     hidden = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
-    _product(x, gate_up, launches[0], groups, shares, hidden, top_k, activation)
+    biases = [None if bias is None else bias.contiguous() for bias in (gate_up_bias, down_bias)]
+    _product(x, gate_up, launches[0], groups, shares, hidden, top_k, activation, biases[0])
     parts = torch.empty((pairs, x.shape[1]), dtype=torch.float32, device=x.device)
-    _product(hidden, down, launches[1], groups, shares, parts, top_k, None)
+    _product(hidden, down, launches[1], groups, shares, parts, top_k, None, biases[1])
     block = min(_COMBINE_BLOCK, power_of_2(x.shape[1]))
     _combine[tokens, triton.cdiv(x.shape[1], block)](
-        parts, experts, out, E=count, TOP_K=top_k, N=x.shape[1], BLOCK=block, num_warps=4
-    )
+        parts, experts, parts if shared is None else shared, parts if gates is None else gates, out,
+        E=count, TOP_K=top_k, N=x.shape[1], BLOCK=block,
+        SHARED=shared is not None, GATES=gates is not None, num_warps=4,
+    )  # fmt: skip
     return out
 
 
@@ -218,12 +240,13 @@ def _product(
     out: Tensor,
     top_k: int,
     activation: str | None,
+    bias: Tensor | None,
 ) -> None:
     """Multiply pairs with their experts: gated, from tokens; or weighted, from sorted places."""
     groups = grouped[launch["BLOCK_M"]]
     if isinstance(matrix, CodedMatrix):
         parts = (groups.order, groups.starts, groups.experts, groups.firsts)
-        multiply(x, matrix, launch, parts, shares, out, top_k, activation)
+        multiply(x, matrix, launch, parts, shares, out, top_k, activation, bias)
         return
     rounded: Rounded | None = None
     if matrix.rounds:
@@ -237,6 +260,7 @@ def _product(
         weight_of(matrix, options["BITS"]),
         shares if rounded is None else rounded.scales,
         shares if matrix.scales is None else matrix.scales,
+        shares if bias is None else bias,
         shares,
         groups.order,
         groups.starts,
@@ -248,8 +272,9 @@ def _product(
         TOP_K=top_k,
         N=outputs,
         K=matrix.shape[2],
+        BIASED=bias is not None,
         GATED=activation is not None,
-        GELU=activation == "gelu_tanh",
+        ACTIVATION=place_of(activation),
         ROW_SCALED=rounded is not None,
         SCALED=matrix.scales is not None,
         **options,
