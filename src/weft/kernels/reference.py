@@ -13,9 +13,8 @@ from weft.kernels.arrays import Array, to_torch
 from weft.kernels.float8 import Float8
 from weft.kernels.interface import AttentionMetadata, Experts, Linear
 from weft.kernels.kv_storage import read_rows, write_rows
+from weft.kernels.parts import SWIGLU_ALPHA, SWIGLU_LIMIT
 from weft.kernels.routing import LEAST_SUM, Routing
-
-SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of ``swiglu_oai``
 
 
 def rms_norm(

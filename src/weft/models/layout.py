@@ -205,7 +205,7 @@ def _by_halves(spec: ModelSpec, layer: LayerSpec, parameter: Parameter) -> Param
     pairs = (layer.head_dim, spec.ropes[layer.rope].rotary_dim)
     axis = parameter.name == "qk_norm" and spec.layout.head_norms
     pieces = tuple(
-        replace(piece, pairs=pairs, pairs_axis=int(axis))
+        replace(piece, pairs=pairs, axis=int(axis))
         if re.search(r"\.[qk]_(proj|norm)\.", piece.tensor)
         else piece
         for piece in parameter.pieces
@@ -272,14 +272,20 @@ def _experts(spec: ModelSpec, layer: LayerSpec, stacked: bool) -> Iterator[Param
     gate_up, down = (count, 2 * size, hidden), (count, hidden, size)
     home = "experts" if spec.moe.beside_mlp else "mlp.experts"
     if stacked or spec.layout.stacked_experts:
-        yield _whole("expert_gate_up", f"{home}.gate_up_proj", gate_up)
-        yield _whole("expert_down", f"{home}.down_proj", down)
+        order = _alternating(spec, gate_up)
+        flipped = spec.layout.transposed_experts
+        piece = Piece(f"{home}.gate_up_proj", gate_up, axis=1, pairs=order, transposed=flipped)
+        yield Parameter("expert_gate_up", gate_up, (piece,))
+        piece = Piece(f"{home}.down_proj", down, transposed=flipped)
+        yield Parameter("expert_down", down, (piece,))
     else:
         yield Parameter("expert_gate_up", gate_up, tuple(_expert_gate_up(home, spec)))
         single = [Piece(f"{home}.{e}.down_proj.weight", down[1:], (e,)) for e in range(count)]
         yield Parameter("expert_down", down, tuple(single))
     if spec.moe.expert_bias:
-        yield _whole("expert_gate_up_bias", f"{home}.gate_up_proj_bias", gate_up[:2])
+        order = _alternating(spec, gate_up)
+        piece = Piece(f"{home}.gate_up_proj_bias", gate_up[:2], axis=1, pairs=order)
+        yield Parameter("expert_gate_up_bias", gate_up[:2], (piece,))
         yield _whole("expert_down_bias", f"{home}.down_proj_bias", down[:2])
     if not spec.moe.beside_mlp:
         yield from _router(spec, spec.moe)
@@ -290,6 +296,11 @@ def _experts(spec: ModelSpec, layer: LayerSpec, stacked: bool) -> Iterator[Param
     yield _whole("dense_post_norm", "post_feedforward_layernorm_1.weight", (hidden,))
     yield _whole("expert_norm", "pre_feedforward_layernorm_2.weight", (hidden,))
     yield _whole("expert_post_norm", "post_feedforward_layernorm_2.weight", (hidden,))
+
+
+def _alternating(spec: ModelSpec, shape: Shape) -> tuple[int, int] | None:
+    """Return ``Piece.pairs`` of gates that alternate with what they multiply, one head of all."""
+    return (shape[1], shape[1]) if spec.layout.interleaved_experts else None
 
 
 def _router(spec: ModelSpec, moe: MoeSpec) -> Iterator[Parameter]:

@@ -32,7 +32,7 @@ from weft.models.host_part import HostPart
 from weft.models.hub import SUFFIX
 from weft.models.kept_weights import KeptWeights
 from weft.models.layout import is_kept_float32, parameters, stored_as
-from weft.models.parameter import Parameter, Piece, order_by_halves
+from weft.models.parameter import Parameter, Piece, in_order
 from weft.models.quant import FLOATS, ExpectedTensor
 from weft.models.safetensors_file import DTYPES, SafetensorsFile, StoredTensor
 from weft.models.shard import WHOLE, Shard, cut, shard_spec
@@ -260,8 +260,8 @@ class Checkpoint:
         They are read and not mapped: pages of a map would stay with the process.
         """
         name, columns = self._full_name(piece), piece.shape[-1]
-        if piece.pairs is not None:  # of rows all over the tensor
-            yield 0, self._read(name)[order_by_halves(piece)[first:last]]
+        if piece.pairs is not None or piece.transposed:  # of rows all over the tensor
+            yield 0, self._rows_in_order(piece, first, last)
             return
         stored = self._stored[name]
         dtype = numpy_dtype(DTYPES[stored.dtype])
@@ -309,7 +309,7 @@ class Checkpoint:
         for parameter in whole:
             for piece in parameter.pieces:
                 needed |= self._codes.parts(piece) or {
-                    self._full_name(piece): ExpectedTensor(piece.shape, FLOATS)
+                    self._full_name(piece): ExpectedTensor(piece.stored_shape, FLOATS)
                 }
         missing = [n for n, part in needed.items() if n not in self._stored and not part.optional]
         ignored = [re.compile(pattern) for pattern in self._ignored()]
@@ -414,10 +414,18 @@ class Checkpoint:
 
     def _taken(self, piece: Piece) -> NDArray[Any]:
         """Return what is taken of a tensor: a view of the mapped file where its rows stay."""
-        if piece.pairs is None:
+        if piece.pairs is None and not piece.transposed:
             return self._read(self._full_name(piece), piece.part)
-        whole = self._read(self._full_name(piece))
-        return whole.take(order_by_halves(piece), piece.pairs_axis)[piece.part]
+        return in_order(piece, self._read(self._full_name(piece)))[piece.part]
+
+    def _rows_in_order(self, piece: Piece, first: int, last: int) -> NDArray[Any]:
+        """Return rows of a piece, of stacked experts of one of them."""
+        height, name = piece.shape[-2], self._full_name(piece)
+        if len(piece.shape) == 2:
+            return in_order(piece, self._read(name))[first:last]
+        expert = first // height
+        (found,) = in_order(piece, self._read(name, (slice(expert, expert + 1),)))
+        return found[first - expert * height : last - expert * height]
 
     def _read(self, name: str, part: tuple[slice, ...] = ()) -> NDArray[Any]:
         """Return a tensor, or a part of it: a view of the mapped file, or decoded of GGUF."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +19,9 @@ class Piece:
     than the part is repeated over it, one with more loses leading ones of 1. ``part`` has a slice
     for each leading dimension of the tensor, of which no more than that is taken. ``pairs`` are the
     rows of a head and those of them that a checkpoint rotates as neighbouring pairs, where they are
-    to be rotated as two halves; its rows are put in that order before a part is taken. They lie
-    along dimension ``pairs_axis`` of the tensor.
+    to be rotated as two halves; along dimension ``axis`` the tensor is put in that order before a
+    part is taken. So are gates that alternate with what they multiply: one head of all rows.
+    ``shape`` is that of the tensor, but of one that is ``transposed`` with both last ones swapped.
     """
 
     tensor: str  # without the layout's prefix
@@ -27,7 +29,15 @@ class Piece:
     index: tuple[slice | int, ...] = ()
     part: tuple[slice, ...] = ()
     pairs: tuple[int, int] | None = None
-    pairs_axis: int = 0
+    axis: int = 0
+    transposed: bool = False
+
+    @property
+    def stored_shape(self) -> Shape:
+        """The shape of the tensor on disk."""
+        if not self.transposed:
+            return self.shape
+        return (*self.shape[:-2], self.shape[-1], self.shape[-2])
 
     @property
     def taken(self) -> tuple[slice, ...]:
@@ -41,7 +51,13 @@ def order_by_halves(piece: Piece) -> NDArray[np.int64]:
     size, rotated = piece.pairs
     head = np.arange(size)
     head[:rotated] = head[:rotated].reshape(-1, 2).T.ravel()
-    return (np.arange(0, piece.shape[piece.pairs_axis], size)[:, None] + head).ravel()
+    return (np.arange(0, piece.shape[piece.axis], size)[:, None] + head).ravel()
+
+
+def in_order(piece: Piece, stored: NDArray[Any]) -> NDArray[Any]:
+    """Return a tensor, or experts of it, as a piece has it: of its shape and in its order."""
+    found = np.ascontiguousarray(stored.swapaxes(-1, -2)) if piece.transposed else stored
+    return found if piece.pairs is None else found.take(order_by_halves(piece), piece.axis)
 
 
 @dataclass(frozen=True)

@@ -135,6 +135,8 @@ class CheckpointLayout:
     fused_qkv: bool = False  # stored as qkv_proj, as in Phi-3
     fused_gate_up: bool = False  # stored as gate_up_proj
     stacked_experts: bool = False  # those of a layer are always one tensor
+    transposed_experts: bool = False  # of these tensors floats are stored as [E, inputs, outputs]
+    interleaved_experts: bool = False  # and their gates alternate with what they multiply
     correction_row: bool = False  # a correction bias is stored as [1, E]
     rotated_by_pairs: bool = False  # of rows of Q and K neighbours are rotated together
     head_norms: bool = False  # norms of Q and K have a weight for each head

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.float8 import Rounded
-from weft.kernels.reference import SWIGLU_ALPHA, SWIGLU_LIMIT
+from weft.kernels.parts import SWIGLU_ALPHA, SWIGLU_LIMIT
 from weft.kernels.triton.fp8 import codes_dtype, row_scale, to_e4m3
 from weft.kernels.triton.launch import last_contiguous
 
