@@ -424,8 +424,9 @@ class Checkpoint:
         if len(piece.shape) == 2:
             return in_order(piece, self._read(name))[first:last]
         expert = first // height
-        (found,) = in_order(piece, self._read(name, (slice(expert, expert + 1),)))
-        return found[first - expert * height : last - expert * height]
+        found = in_order(piece, self._read(name, (slice(expert, expert + 1),)))[0]
+        rows: NDArray[Any] = found[first - expert * height : last - expert * height]
+        return rows
 
     def _read(self, name: str, part: tuple[slice, ...] = ()) -> NDArray[Any]:
         """Return a tensor, or a part of it: a view of the mapped file, or decoded of GGUF."""

@@ -148,10 +148,13 @@ class TritonLayer:
         if experts.mlp_gate:
             gates = torch.empty(len(x), dtype=torch.float32, device=x.device)
         shares, ids = route(scores, experts.routing, experts.correction_bias, gates)
+        # Multiplying by 1 puts a kernel behind what is copied to or from the host: what begins early
+        # may follow no copy, see ``pdl``.
         hosted = isinstance(experts.down, HostedExperts)
+        shared = None
         if hosted:
             experts.down.send(x, shares, ids)
-        shared = None  # while the host computes
+            x = x if self._gate_up is None else x * 1
         if self._gate_up is not None and self._down is not None:
             rows = self._gated(x, self._gate_up, self._down)
             shared = linear(rows, self._down, self._biases.down_bias)
@@ -160,7 +163,6 @@ class TritonLayer:
             biases = experts.gate_up_bias, experts.down_bias
             return moe(x, shares, ids, *of, *biases, shared, gates)
         y: Tensor = experts.down.receive(x)
-        # By a kernel in each case: what begins early may follow no copy, see ``pdl``.
         if shared is None:
             return y * 1
         return y + (shared if gates is None else (shared.float() * gates.unsqueeze(1)).to(y.dtype))
