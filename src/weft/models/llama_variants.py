@@ -322,7 +322,7 @@ def cohere2(config: ConfigReader, limit: int | None) -> ModelSpec:
         sizes.layer(window=window) if kind == SLIDING else sizes.layer(rope=1) for kind in kinds
     ]
     spec = _cohere_like(config, sizes, layers)
-    return replace(spec, ropes=(*spec.ropes, _nope(spec.ropes[0])))
+    return replace(spec, ropes=(*spec.ropes, no_rope(spec.ropes[0])))
 
 
 def cohere2_vision(config: ConfigReader, limit: int | None) -> ModelSpec:

@@ -148,8 +148,8 @@ class TritonLayer:
         if experts.mlp_gate:
             gates = torch.empty(len(x), dtype=torch.float32, device=x.device)
         shares, ids = route(scores, experts.routing, experts.correction_bias, gates)
-        # Multiplying by 1 puts a kernel behind what is copied to or from the host: what begins early
-        # may follow no copy, see ``pdl``.
+        # Multiplying by 1 puts a kernel behind what is copied to or from the host: what begins
+        # early may follow no copy, see ``pdl``.
         hosted = isinstance(experts.down, HostedExperts)
         shared = None
         if hosted:
