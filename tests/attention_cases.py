@@ -26,6 +26,7 @@ class Shape:
     dtype: torch.dtype = torch.float32
     cache_dtype: torch.dtype = torch.float32
     fused: bool = False
+    sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Case:
     v_cache: Tensor
     batch: AttentionMetadata
     shape: Shape
+    sinks: Tensor | None = None  # [H], of all sizes beside those of scores
 
     def run(self, kernel: object = None) -> Tensor:
         """Run a kernel, the CPU's by default, on copies of the caches: a case can be run again."""
@@ -58,6 +60,7 @@ class Case:
             scale=self.shape.head_size**-0.5,
             window=self.shape.window,
             softcap=self.shape.softcap,
+            **({} if self.sinks is None else {"sinks": self.sinks}),
         )
         assert isinstance(out, Tensor)
         return out
@@ -110,7 +113,8 @@ def _case(rows: list[tuple[int, int]], shape: Shape, seed: int) -> Case:
         slot_mapping=torch.tensor(slots, dtype=torch.int64),
         block_size=size,
     )
-    return Case(q, k, v, k_cache, v_cache, batch, shape)
+    sinks = 4 * torch.randn(shape.heads, generator=random) if shape.sinks else None
+    return Case(q, k, v, k_cache, v_cache, batch, shape, sinks)
 
 
 def empty_cache(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

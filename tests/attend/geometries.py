@@ -37,6 +37,6 @@ def geometry(**more: Any) -> Geometry:
         "engine": "e", "isa": "avx2", "dtype": "float32", "kv_dtype": "float32", "block_size": 8,
         "slots": 4, "table_width": 6, "timeout_s": 10.0,
         "groups": (GroupGeometry(1, 2, 16, 12, 4 * 2 * 8 * 16),),
-        "layers": (LayerGeometry(0, 0, 4, 0.25, None, None, True),),
+        "layers": (LayerGeometry(0, 0, 4, 0.25, None, None, True, (0.5, -1.0, 2.0, 0.0)),),
     }  # fmt: skip
     return Geometry(**{**given, **more})

@@ -122,6 +122,8 @@ def test_a_geometry_comes_back_and_splits_memory_as_the_device_does():
         {"layers": (LayerGeometry(0, 0, 3, 0.25, None, None, True),)},
         {"layers": (LayerGeometry(0, 0, 4, float("nan"), None, None, True),)},
         {"layers": (LayerGeometry(0, 0, 4, 0.25, 0, None, True),)},
+        {"layers": (LayerGeometry(0, 0, 4, 0.25, None, None, True, (1.0,) * 3),)},
+        {"layers": (LayerGeometry(0, 0, 4, 0.25, None, None, True, (float("inf"),) * 4),)},
         {"block_size": True},
     ],
 )  # fmt: skip

@@ -79,6 +79,7 @@ struct Model {
     layer.qkv = matrix(columns, hidden, false);
     layer.output = matrix(hidden, heads * head_size, false);
     layer.qkv_bias = numbers(type, columns);
+    if (kind.has == Has::experts) layer.output_gate = matrix(heads * head_size, hidden, false);
     if (kind.has != Has::experts) {
       layer.gate_up = matrix(2 * size, hidden, true);
       layer.down = matrix(hidden, size, false);
@@ -131,6 +132,8 @@ struct Model {
   }
 
   void add_extras() {
+    layer.output_gate = matrix(heads, hidden, false);
+    layer.gating = Gating::softplus;
     layer.value_norm = true;
     layer.expert_scale = floats(experts);
     layer.router_scale = floats(hidden);

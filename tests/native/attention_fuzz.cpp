@@ -232,6 +232,10 @@ std::unique_ptr<Case> make_case() {
   c.call.window = c.window;
   c.call.scale = 1.0f / std::sqrt(static_cast<float>(c.head_size));
   c.call.softcap = c.softcap;
+  if (draw(0, 1)) {
+    c.call.sinks = keep(c, "sinks", DType::f32, {c.heads});
+    c.memory.back()->fill_random();
+  }
   return made;
 }
 
@@ -281,6 +285,7 @@ double difference(const Case& c) {
             sums[d] += weight * cached(c, c.call.v_cache, block, kv_head, offset, d);
           }
         }
+        if (c.call.sinks) total += std::exp(c.call.sinks->as<float>()[head] - 40.0);
         for (int64_t d = 0; d < c.head_size; ++d) {
           const double expected = sums[d] / total;
           const double off = std::abs(number(c.call.out, d) - expected);

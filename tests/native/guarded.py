@@ -82,6 +82,7 @@ def attend(draw: random.Random) -> None:
         softcap=draw.choice([None, 30.0]),
         dtype=dtype,
         cache_dtype=draw.choice([dtype, *FLOATS, *SCALED]),
+        sinks=draw.random() < 0.5,
     )
     rows = [(draw.choice([1, 1, 3, 40]), draw.randint(0, 300)) for _ in range(draw.randint(1, 4))]
     case: Case = make_case(rows, shape)

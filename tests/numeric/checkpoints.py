@@ -241,6 +241,28 @@ CASES: dict[str, Case] = {
         mlp_bias=True,
         num_key_value_heads=1,
     ),
+    "granite-swa": _case(
+        "GraniteSWAForCausalLM",
+        "GraniteSWAConfig",
+        num_hidden_layers=5,
+        sliding_window=24,
+        attention_multiplier=0.2,
+        embedding_multiplier=6.0,
+        residual_multiplier=0.4,
+        logits_scaling=0.5,
+        layer_rope_theta=[10000.0, 500.0, 500.0, 500.0, 0],
+    ),
+    "granite-swa-biases": _case(
+        "GraniteSWAForCausalLM",
+        "GraniteSWAConfig",
+        layer_types=LAYERS_2_1,
+        sliding_window=40,
+        attention_multiplier=0.25,
+        attention_bias=True,
+        mlp_bias=True,
+        num_key_value_heads=1,
+        tie_word_embeddings=False,
+    ),
     "olmo2": _case("Olmo2ForCausalLM", "Olmo2Config"),
     "olmo2-one-kv-head": _case(
         "Olmo2ForCausalLM", "Olmo2Config", num_key_value_heads=1, attention_bias=True
@@ -442,6 +464,8 @@ def randomise(model: nn.Module, seed: int) -> None:
             tensor.add_(noise * 0.25)
         if "gemma4" in model.config.model_type and name.endswith("q_norm.weight"):
             tensor.mul_(0.3)  # its scores are not scaled by the head size
+        if name.endswith(".sinks"):
+            tensor.mul_(8.0)  # as large as scores
 
 
 def build(name: str, seed: int = 0) -> Any:

@@ -33,8 +33,8 @@ class Shape:
 
 
 class Hosted:
-    """Three layers over the KV of a host: full, sliding with its own block tables, and one that
-    reads the KV of the first."""
+    """Three layers over the KV of a host: full, sliding with sinks and block tables of its own, and
+    one that reads the KV of the first."""
 
     def __init__(self, shape: Shape, seed: int = 0, *, filled: bool = True) -> None:
         self.shape, self.numbers = shape, np.random.default_rng(seed)
@@ -51,9 +51,18 @@ class Hosted:
             for _ in range(2)
         ]
         first = HostLayer(*caches[:2], shape.heads, shape.head_dim**-0.5, softcap=shape.softcap)
+        sinks = tuple(float(i) - 2.0 for i in range(shape.heads))
         self.layers = [
             first,
-            replace(first, k_cache=caches[2], v_cache=caches[3], group=1, window=40, softcap=None),
+            replace(
+                first,
+                k_cache=caches[2],
+                v_cache=caches[3],
+                group=1,
+                window=40,
+                softcap=None,
+                sinks=sinks,
+            ),
             replace(first, writes=False),
         ]
         for layer in self.layers[: 2 * filled]:
@@ -134,6 +143,7 @@ def attend(
     return attention.paged_attention(
         q, k, v, layer.k_cache, layer.v_cache, batch,
         scale=layer.scale, window=layer.window, softcap=layer.softcap,
+        sinks=np.array(layer.sinks, np.float32) if layer.sinks else None,
     )  # fmt: skip
 
 

@@ -114,6 +114,7 @@ class PagedRunner:
                 scale=params.scale,
                 window=params.window,
                 softcap=params.softcap,
+                sinks=self.decoder.sinks(layer),
             )
 
         return attend

@@ -79,6 +79,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         dtype=draw(FLOATS),
         cache_dtype=draw(st.one_of(FLOATS, st.sampled_from(list(SCALED)))),
         fused=draw(st.booleans()),
+        sinks=draw(st.booleans()),
     )
 
 
@@ -396,6 +397,8 @@ GOOD = make_case([(1, 20), (2, 3)], Shape())
             r"block_tables has shape \[4\], expected \[rows=2, blocks_per_row\]",
         ),
         ({"shape": Shape(window=0)}, "window is 0"),
+        ({"sinks": torch.zeros(3)}, "sinks"),
+        ({"sinks": torch.zeros(4).bfloat16()}, "sinks must be float32"),
         ({"shape": Shape(softcap=0.0)}, "softcap is 0.0"),
         ({"shape": Shape(softcap=NAN)}, "softcap is nan"),
     ],

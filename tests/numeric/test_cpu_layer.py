@@ -63,6 +63,11 @@ class Weights:
         widths = (q + 2 * kv, self.hidden, 2 * self.size, self.hidden)
         bias = sample.random() < 0.5
         self.biases = Biases(*(self.random(width) if bias else None for width in widths))
+        gating = sample.choice([None, None, "sigmoid", "softplus"])
+        if gating is not None:
+            self.shape = dataclasses.replace(self.shape, gating=gating)
+            rows = sample.choice([self.shape.heads, q])
+            self.matrices["output_gate"] = self.matrix(rows, self.hidden)
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._draw).to(self.dtype)
@@ -80,7 +85,7 @@ class Weights:
         return reference.rms_norm(x, weight, self.shape.norm_eps, self.shape.norm_plus_one)
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        bias = getattr(self.biases, f"{name}_bias")
+        bias = getattr(self.biases, f"{name}_bias", None)
         return linear(x, CpuMatrix(self.matrices[name]), bias)
 
     def pre(self, residual: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -107,6 +112,9 @@ class Weights:
         return torch.cat((q, k), 1).unflatten(1, (-1, dim))
 
     def post(self, attended: Tensor, residual: Tensor) -> Tensor:
+        if self.shape.gating is not None:
+            x = self.norm(residual, self.norms.input_norm)
+            attended = reference.gate(attended, self.linear(x, "output_gate"), self.shape.gating)
         y = self.linear(attended.flatten(1), "output")
         if self.norms.post_attention_norm is not None:
             y = self.norm(y, self.norms.post_attention_norm)

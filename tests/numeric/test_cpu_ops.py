@@ -14,7 +14,7 @@ from weft.kernels import reference
 from weft.kernels.arrays import to_numpy, to_torch
 from weft.kernels.cpu import attention
 from weft.kernels.cpu.matrix import embedding
-from weft.kernels.cpu.rows import act_mul, rms_norm, rope, softcap
+from weft.kernels.cpu.rows import act_mul, gate, rms_norm, rope, softcap
 
 DTYPES = [torch.bfloat16, torch.float32]
 ISAS = attention.isas()
@@ -56,6 +56,22 @@ def test_act_mul(isa, dtype, activation) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["sigmoid", "softplus"])
+def test_gate(isa, dtype, kind) -> None:
+    attention.use_isa(isa)
+    for tokens, heads, size in ((1, 1, 1), (3, 5, 7), (2, 3, 64), (40, 12, 33), (0, 2, 8)):
+        x = 4 * numbers(size, tokens, heads, size).to(dtype)
+        for each in (1, size):
+            gates = 9 * numbers(each, tokens, heads * size // each + 3).to(dtype)[:, 1:-2]
+            if tokens:
+                gates[0, 0], gates[-1, -1] = -60.0, float("nan")
+            torch.testing.assert_close(
+                gate(x, gates, kind), reference.gate(x, gates, kind), equal_nan=True
+            )
+
+
+@pytest.mark.parametrize("isa", ISAS)
 def test_softcap(isa) -> None:
     attention.use_isa(isa)
     for rows, size, cap in ((1, 1, 30.0), (3, 4097, 8.0), (0, 5, 1.0), (17, 4096, 50.0)):
@@ -88,6 +104,7 @@ def test_arrays_of_numpy_give_the_same_bits(dtype) -> None:
         (rope, (heads, turns.cos(), turns.sin())),
         (partial(rms_norm, eps=1e-6, plus_one=True), (heads, heads[0])),
         (partial(act_mul, activation="silu"), (table,)),
+        (lambda x, gates: gate(x, gates, "softplus"), (heads, heads[:, :, 0])),
         (embedding, (ids, table)),
         (partial(softcap, cap=3.0), (logits,)),
     ):
@@ -125,6 +142,9 @@ def test_what_does_not_fit_is_an_error() -> None:
         act_mul(x.flatten(1), "relu")
     with pytest.raises(ValueError, match="silu"):
         act_mul(x.flatten(1)[:, 1:], "silu")
+    for gates, kind in ((x[:, :, 0], "tanh"), (x[:, 0], "sigmoid"), (x[:, :, 0].bfloat16(), "s")):
+        with pytest.raises(ValueError, match="gate"):
+            gate(x, gates, kind)
     for logits, cap in ((x.bfloat16(), 3.0), (x, 0.0), (x, float("nan"))):
         with pytest.raises(ValueError, match="cap"):
             softcap(logits, cap)

@@ -20,13 +20,15 @@ EVERY = [
     *("float16/float16/2x256/4096/50", "float32/float32/2x256/4096/50"),
     *("bfloat16/int8/4x128", "float16/float16/4x128", "float16/int8/4x128"),
     *(f"float32/float32/{size}" for size in SIZES),
+    "bfloat16/bfloat16/8x64/128/0/sinks",  # as gpt-oss has them
 ]
 
 
 def launch(capability: int, *shapes: str, e4m3_from: int = 89) -> None:
     """Launch all kernels for shapes such as ``bfloat16/fp8/4x128``: type, KV, group x head size.
 
-    ``bfloat16/fp8/4x128/4096/50`` has a window of 4096 tokens and scores capped at 50, too.
+    ``bfloat16/fp8/4x128/4096/50`` has a window of 4096 tokens and scores capped at 50, too; with
+    ``/sinks`` behind them there are sinks, and 0 is no cap.
 
     Args:
         shapes: none for every shape that has tiles of its own.
@@ -58,6 +60,7 @@ def launch_shape(
     sizes: str,
     window: str | None = None,
     softcap: str | None = None,
+    sinks: str | None = None,
 ) -> None:
     heads = heads_of(f"{dtype_name}/{cache_name}/{sizes}")
     kv_heads, group, dim = heads.kv_heads, heads.group, heads.dim
@@ -80,5 +83,6 @@ def launch_shape(
     attention.paged_attention(
         q, k, v, *caches, batch, scale=0.1,
         window=None if window is None else int(window),
-        softcap=None if softcap is None else float(softcap),
+        softcap=float(softcap or 0) or None,
+        sinks=None if sinks is None else torch.empty(group * kv_heads),
     )  # fmt: skip

@@ -41,6 +41,7 @@ def launch(capability: int) -> None:
     norm.codes_dtype = activation.codes_dtype = lambda _: codes
     pdl.facts.capability = lambda _: divmod(capability, 10)
     launch_rows(torch.bfloat16)
+    launch_gates(torch.bfloat16)
     launch_heads(torch.bfloat16)
     launch_choice()
     launch_copies()
@@ -74,6 +75,12 @@ def launch_rows(dtype: torch.dtype) -> None:
         for product in (x, split(HIDDEN, dtype)):
             norm.add_norm(product, x, weight, weight, kind, inputs)
         activation.act_mul_for(inputs, torch.empty(TOKENS, 2 * 18_944, dtype=dtype), "gelu_tanh")
+
+
+def launch_gates(dtype: torch.dtype) -> None:
+    x = torch.empty(TOKENS, HEADS, DIM, dtype=dtype)
+    for kind, gates in (("sigmoid", x.flatten(1)), ("softplus", x[:, :, 0])):
+        activation.gate(x, gates, kind)
 
 
 def split(outputs: int, dtype: torch.dtype) -> SplitProduct:

@@ -22,6 +22,7 @@ ATTENTION = {
         "bfloat16/bfloat16/2x256/4096/50",
         "bfloat16/bfloat16/4x512",
         "bfloat16/fp8/16x192",
+        "bfloat16/bfloat16/8x64/128/0/sinks",
     ],
     80: [
         "float16/int8/2x256/4096/50",
@@ -34,7 +35,7 @@ ATTENTION = {
 }
 # What is compiled in every run: for the newest GPU types, limits and the largest head; one shape
 # for an older one.
-FEW = {90: [1, 4], 80: [0], 100: [0]}
+FEW = {90: [1, 4, 6], 80: [0], 100: [0]}
 
 
 def cases(every: dict[int, list[str]], few: dict[int, list[int]]) -> list[Any]:
@@ -96,6 +97,7 @@ def test_kernels_beside_attention(capability: int) -> None:
     built = compiled("launch_layers.launch", capability)
     assert {kernel.kernel for kernel in built} == {
         "_rms_norm", "_add_norm", "_embedding", "_act_mul", "_act_mul_round", "_angles", "_rotate",
+        "_gate",
         "_enter", "_softcap", "_route", "_process_logits", "_largest", "_candidates", "_sample",
         "_verify_drafts", "_copy_blocks", "_choose_lanes", "_join_lanes", "_keep_lanes",
         "_send_lanes", "_wait_for_lanes", "_receive_lanes", "_advance", "_await_answer", "_publish",

@@ -97,8 +97,9 @@ def test_only_a_tuning_file_asks_for_it() -> None:
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
-        (replace(HALVES, window=8), "layers with a window or capped scores"),
-        (replace(HALVES, softcap=5.0), "layers with a window or capped scores"),
+        (replace(HALVES, window=8), "layers with a window, capped scores or sinks"),
+        (replace(HALVES, softcap=5.0), "layers with a window, capped scores or sinks"),
+        (replace(HALVES, sinks=True), "layers with a window, capped scores or sinks"),
         (replace(HALVES, cache_dtype=torch.int8), "over KV of torch.int8"),
         (replace(HALVES, head_size=136), "heads of size 136"),
     ],

@@ -88,6 +88,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         dtype=dtype,
         cache_dtype=draw(st.sampled_from([dtype, torch.float32, *SCALED])),
         fused=draw(st.booleans()),
+        sinks=draw(st.booleans()),
     )
 
 
@@ -113,13 +114,13 @@ def test_every_number_of_heads_for_a_kv_head(group: int) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(("tokens", "sinks"), [(1, False), (3, False), (1, True)])
 def test_any_number_of_splits(
-    monkeypatch: pytest.MonkeyPatch, window: int | None, tokens: int
+    monkeypatch: pytest.MonkeyPatch, window: int | None, tokens: int, sinks: bool
 ) -> None:
     """Contexts around where one more split begins, and where splits become twice as long."""
     few_splits(monkeypatch)
-    shape = Shape(heads=3, kv_heads=1, head_size=16, block_size=4, window=window)
+    shape = Shape(heads=3, kv_heads=1, head_size=16, block_size=4, window=window, sinks=sinks)
     contexts = [15, 16, 17, 32, 33, 63, 64, 65, 128, 130]
     assert_right(make_case([(tokens, context - tokens) for context in contexts], shape))
 

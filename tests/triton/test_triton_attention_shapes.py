@@ -29,6 +29,7 @@ FACTORS = {
     "contexts": tuple(CONTEXTS),
     "window": (None, 1, 16, 37),
     "softcap": (None, 1.5),
+    "sinks": (False, True),
 }
 
 
@@ -56,6 +57,7 @@ def made(chosen) -> Case:
         head_size=chosen["head_size"],
         window=chosen["window"],
         softcap=chosen["softcap"],
+        sinks=chosen["sinks"],
         dtype=dtype,
         cache_dtype=cache_dtype,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -234,6 +235,11 @@ class Weights:
         )
         widths = (qkv, hidden, 2 * size, hidden)
         self.biases = Biases(*(self.random(width) if bias else None for width in widths))
+        gating = sample.choice([None, None, "sigmoid", "softplus"])
+        if gating is not None:
+            self.shape = replace(self.shape, gating=gating)
+            rows = sample.choice([self.shape.heads, self.shape.heads * dim])
+            self.matrices["output_gate"] = self.matrix("output_gate", rows, hidden)
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape).to(self.dtype)
@@ -255,7 +261,7 @@ class Weights:
         return matrix
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        return linear(x, self.matrices[name], getattr(self.biases, f"{name}_bias"))
+        return linear(x, self.matrices[name], getattr(self.biases, f"{name}_bias", None))
 
     def pre(self, residual: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         qkv = self.linear(normed(residual, self.norms.input_norm), "qkv")
@@ -267,6 +273,9 @@ class Weights:
         return torch.cat((reference.rope(qk, cos, sin), qkv[:, rotated:]), dim=1)
 
     def post(self, attended: Tensor, residual: Tensor) -> Tensor:
+        if self.shape.gating is not None:
+            x = normed(residual, self.norms.input_norm)
+            attended = reference.gate(attended, self.linear(x, "output_gate"), self.shape.gating)
         y = self.linear(attended.flatten(1), "output")
         if self.norms.post_attention_norm is not None:
             y = normed(y, self.norms.post_attention_norm)

@@ -12,7 +12,7 @@ import where
 from weft.kernels import reference
 from weft.kernels.block_arrays import BlockArrays, block_pairs
 from weft.kernels.routing import Routing
-from weft.kernels.triton.activation import ACTIVATIONS, act_mul, softcap
+from weft.kernels.triton.activation import ACTIVATIONS, GATINGS, act_mul, gate, softcap
 from weft.kernels.triton.blocks import copy_blocks
 from weft.kernels.triton.embedding import embedding
 from weft.kernels.triton.norm import rms_norm
@@ -90,6 +90,15 @@ def test_act_mul(dtype, activation) -> None:
         gate_up = 4 * torch.randn(tokens, 2 * size).to(dtype)
         gate_up[0, 0] = -60.0
         assert_close(act_mul(gate_up, activation), reference.act_mul(gate_up, activation))
+
+
+@pytest.mark.parametrize("kind", GATINGS)
+def test_gate(dtype, kind) -> None:
+    for tokens, heads, size in ((1, 1, 1), (3, 5, 7), (2, 9, 128)):
+        x = torch.randn(tokens, heads, size).to(dtype)
+        for each in (1, size):
+            gates = 9 * torch.randn(tokens, heads * size // each + 3).to(dtype)[:, 1:-2]
+            assert_close(gate(x, gates, kind), reference.gate(x, gates, kind))
 
 
 def test_softcap() -> None:
@@ -173,6 +182,7 @@ def test_no_tokens_are_no_programs(dtype) -> None:
     assert rms_norm(none, None, 1e-6, False).shape == none.shape
     assert rope(none, torch.empty(0, 4), torch.empty(0, 4)).shape == none.shape
     assert act_mul(none.flatten(1), "silu").shape == (0, 16)
+    assert gate(none, none[:, :, 0], "sigmoid").shape == none.shape
 
 
 def test_what_does_not_fit_is_an_error() -> None:
@@ -183,5 +193,8 @@ def test_what_does_not_fit_is_an_error() -> None:
         rope(x, torch.randn(2, 5), torch.randn(2, 5))
     with pytest.raises(ValueError, match="relu"):
         act_mul(x.flatten(1), "relu")
+    for gates, kind in ((x[:, :, 0], "tanh"), (x[:, 0], "sigmoid")):
+        with pytest.raises(ValueError, match="gate"):
+            gate(x, gates, kind)
     with pytest.raises(ValueError, match="experts"):
         route(x.flatten(1), Routing(25))

@@ -45,6 +45,7 @@ class LayerGeometry:
     window: int | None
     softcap: float | None
     writes: bool
+    sinks: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,8 @@ class Geometry:
             and math.isfinite(layer.scale)
             and (layer.window is None or 1 <= layer.window < 2**31)
             and (layer.softcap is None or 0 < layer.softcap < math.inf)
+            and len(layer.sinks) in (0, layer.heads)
+            and all(map(math.isfinite, layer.sinks))
         )
 
     def tensor_bytes(self, group: int) -> int:
@@ -167,11 +170,14 @@ def _typed(kind: Any, row: Mapping[str, Any]) -> dict[str, Any]:
     allowed = {
         "str": (str,), "int": (int,), "float": (int, float), "bool": (bool,),
         "int | None": (int, type(None)), "float | None": (int, float, type(None)),
+        "tuple[float, ...]": (tuple,),
     }  # fmt: skip
-    types = kind.__annotations__
+    types, row = kind.__annotations__, dict(row)
+    if (sinks := row.get("sinks")) is not None:
+        row["sinks"] = tuple(map(float, sinks))
     for name, value in row.items():
         if not isinstance(value, allowed[types[name]]) or (
             isinstance(value, bool) and types[name] != "bool"
         ):
             raise TypeError(f"{name} is not {types[name]}")
-    return dict(row)
+    return row

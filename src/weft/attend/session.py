@@ -99,6 +99,7 @@ def _layers(geometry: Geometry, kv: PlaceKV) -> list[HostLayer]:
                 layer.window,
                 layer.softcap,
                 writes=layer.writes,
+                sinks=layer.sinks,
             )
         )
     return layers

@@ -118,6 +118,7 @@ def attend_over(decoder: Decoder, store: KVStore, groups: Seq[AttentionMetadata]
             scale=params.scale,
             window=params.window,
             softcap=params.softcap,
+            sinks=decoder.sinks(layer),
         )
 
     return attend

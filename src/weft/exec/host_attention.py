@@ -165,6 +165,7 @@ def _layers(decoder: Decoder, host: KVStore) -> list[HostLayer]:
                 at.window,
                 at.softcap,
                 writes=layer.kv_source is None,
+                sinks=decoder.sink_numbers(number),
             )
         )
     return layers

@@ -171,6 +171,7 @@ class PromptPiece:
             scale=params.scale,
             window=params.window,
             softcap=params.softcap,
+            sinks=on.decoder.sinks(layer),
         )
         if k is not None:
             on.device.copy_blocks(scratch, host, group.written.scratch, group.written.host)

@@ -200,7 +200,16 @@ def geometry_of(decoder: Decoder, store: KVStore, table: InputBatch, timeout_s: 
         at = decoder.attention_params(number)
         heads, writes = decoder.spec.num_heads, layer.kv_source is None
         layers.append(
-            LayerGeometry(at.group, at.index, heads, at.scale, at.window, at.softcap, writes)
+            LayerGeometry(
+                at.group,
+                at.index,
+                heads,
+                at.scale,
+                at.window,
+                at.softcap,
+                writes,
+                decoder.sink_numbers(number),
+            )
         )
     groups = []
     for group, (keys, spec) in enumerate(zip(store.keys, decoder.spec.kv_groups, strict=True)):

@@ -180,6 +180,11 @@ def concatenate(arrays: Sequence[Array], axis: int) -> Array:
     return sys.modules["torch"].cat(tuple(arrays), dim=axis)
 
 
+def as_float32(x: Array) -> Array:
+    """Return an array in float32: the same one if it is."""
+    return x.astype(np.float32, copy=False) if is_numpy(x) else x.float()
+
+
 def as_float64(x: Array) -> Array:
     """Return an array in float64."""
     return x.astype(np.float64) if is_numpy(x) else x.double()

@@ -85,6 +85,12 @@ class ActMul(Protocol):
     def __call__(self, gate_up: Array, activation: str) -> Array: ...
 
 
+class Gate(Protocol):
+    """See ``reference.gate``."""
+
+    def __call__(self, x: Array, gates: Array, kind: str, /) -> Array: ...
+
+
 class Linear(Protocol):
     """See ``reference.linear``."""
 
@@ -202,6 +208,7 @@ class PagedAttention(Protocol):
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Array | None = None,
     ) -> Array: ...
 
 
@@ -229,6 +236,7 @@ class FusedStack(Protocol):
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Array | None = None,
     ) -> None: ...
 
     def run(self, ids: Array, positions: Array, groups: Sequence[AttentionMetadata]) -> Array: ...
@@ -310,6 +318,7 @@ class OpTable:
     rope: Rope
     angles: Angles
     act_mul: ActMul
+    gate: Gate
     linear: Linear
     logits: Logits
     softcap: Softcap

@@ -61,6 +61,7 @@ class LayerShape:
     norm_centred: bool = False  # norms subtract the mean first
     parallel_block: bool = False  # the MLP reads the residual that attention reads
     own_query_angles: bool = False  # angles are [T, 2R]: those of keys, then those of queries
+    gating: str | None = None  # ``sigmoid`` or ``softplus``, of a gate of attention's output
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,9 @@ class LayerParts:
     """A layer: its shape and its weights.
 
     Attributes:
-        matrices: ``qkv`` and ``output``; ``gate_up`` and ``down`` of an MLP; ``router`` of experts;
-            ``input_gate`` and ``input_projection`` of a layer with per-layer inputs.
+        matrices: ``qkv`` and ``output``; ``output_gate`` of what that reads; ``gate_up`` and
+            ``down`` of an MLP; ``router`` of experts; ``input_gate`` and ``input_projection`` of a
+            layer with per-layer inputs.
         experts: in place of the MLP; beside it as routed ones beside shared ones; or, where what
             the MLP gives has a norm, with norms of their own (Gemma 4).
         scalar: [1], multiplies what leaves the layer.
@@ -169,6 +171,7 @@ def check_parts(parts: LayerParts) -> None:
     wanted = {
         "qkv": (qkv, hidden),
         "output": (hidden, heads * dim),
+        "output_gate": (_gates(parts), hidden),
         "gate_up": (2 * size, hidden),
         "down": (hidden, size),
         "router": (router, hidden),
@@ -203,6 +206,12 @@ def check_parts(parts: LayerParts) -> None:
             )
 
 
+def _gates(parts: LayerParts) -> int:
+    """Outputs of the gate of attention's output: one a head, or one for each of its numbers."""
+    heads, gate = parts.shape.heads, parts.matrices.get("output_gate")
+    return heads if gate is not None and gate.shape[0] == heads else heads * parts.shape.head_dim
+
+
 def _check_complete(parts: LayerParts) -> None:
     """Raise ValueError if a part is missing that another one needs."""
     given = {name for name, norm in vars(parts.norms).items() if norm is not None}
@@ -213,6 +222,7 @@ def _check_complete(parts: LayerParts) -> None:
     needs = {
         "qkv": True,
         "output": True,
+        "output_gate": parts.shape.gating is not None,
         "gate_up": "down" in given or "experts" not in given or beside,
         "down": "gate_up" in given,
         "router": "experts" in given,

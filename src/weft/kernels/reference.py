@@ -85,6 +85,18 @@ def act_mul(gate_up: Tensor, activation: str) -> Tensor:
     return y.to(gate_up.dtype)
 
 
+def gate(x: Tensor, gates: Tensor, kind: str) -> Tensor:
+    """Return heads x [T, H, D] times ``sigmoid`` or ``softplus`` of their gates.
+
+    Args:
+        gates: [T, H * D], or one a head [T, H].
+    """
+    each = gates.shape[1] // x.shape[1]
+    factors = gates.float().reshape(*x.shape[:2], each)  # [T, H, D] or [T, H, 1]
+    factors = factors.sigmoid() if kind == "sigmoid" else functional.softplus(factors)
+    return (x.float() * factors).to(x.dtype)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x [..., I] @ weight [O, I].T + bias [O] -> [..., O]."""
     y = functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
@@ -211,6 +223,7 @@ def paged_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Write K and V at the batch's slots, then attend causally over each row's context.
 
@@ -223,6 +236,8 @@ def paged_attention(
         k_cache, v_cache: [num_blocks, Hkv, block_size, D], written in place; with 8-bit types
             [num_blocks, Hkv, block_size, D + 4], laid out as ``kv_storage`` says.
         scale: factor on the scores; ``softcap`` c then maps a score s to c * tanh(s / c).
+        sinks: [H] float32, for each query head a further score, whose value is 0 (Xiao et al. 2023;
+            as learnt numbers in gpt-oss).
 
     Returns:
         [T, H, D] in the dtype of q.
@@ -245,7 +260,7 @@ def paged_attention(
         table = tables[row] if batch.table_start is None else tables[batch.table_start[row] :]
         keys = _gather(k_cache, table, batch.block_size, first, context)
         values = _gather(v_cache, table, batch.block_size, first, context)
-        out[queries] = _attend_row(q[queries], keys, values, first, scale, window, softcap)
+        out[queries] = _attend_row(q[queries], keys, values, first, scale, window, softcap, sinks)
     return out
 
 
@@ -266,6 +281,7 @@ def _attend_row(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attend the queries [n, H, D] of one row over keys of positions [first, first + length)."""
     count, heads, dim = q.shape
@@ -279,6 +295,10 @@ def _attend_row(
     visible = key_position <= position  # [n, length]
     if window is not None:
         visible &= key_position > position - window
-    shares = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        column = sinks.view(kv_heads, -1, 1, 1).expand(-1, -1, count, 1)
+        scores = torch.cat((scores, column), dim=-1)
+    shares = scores.softmax(dim=-1)[..., :length]
     out = torch.einsum("hgnl,hld->hgnd", shares, values)  # [Hkv, G, n, D]
     return out.reshape(heads, count, dim).transpose(0, 1).to(q.dtype)

@@ -12,6 +12,7 @@ import numpy as np
 
 from weft.kernels.arrays import (
     Array,
+    as_float32,
     concatenate,
     contiguous,
     dtype_name,
@@ -20,6 +21,7 @@ from weft.kernels.arrays import (
     is_numpy,
     scaled,
     times,
+    to_numpy,
     where,
 )
 from weft.kernels.collectives import ByRows
@@ -31,6 +33,7 @@ from weft.models.layers import (
     LayerWeights,
     add_per_layer_input,
     feed_forward,
+    gated,
     inverse_frequencies,
     pre_norm,
     project_qkv,
@@ -78,6 +81,9 @@ class Decoder:
             fuse(spec, layer, layer_weights, ops)
             for layer, layer_weights in zip(spec.layers, self.layers, strict=True)
         )
+        self._sinks = tuple(
+            None if layer.sinks is None else as_float32(layer.sinks) for layer in self.layers
+        )
         self._frequencies = tuple(
             from_numpy(self._norm, inverse_frequencies(rope)) for rope in spec.ropes
         )
@@ -112,6 +118,15 @@ class Decoder:
     def attention_params(self, layer: int) -> AttentionParams:
         """Return how this layer calls ``paged_attention`` and which group holds its cache."""
         return self.spec.attention(layer)
+
+    def sinks(self, layer: int) -> Array | None:
+        """Return the sinks [H] float32 of this layer's query heads, None if it has none."""
+        return self._sinks[layer]
+
+    def sink_numbers(self, layer: int) -> tuple[float, ...]:
+        """Return the sinks of this layer as numbers, for those who attend elsewhere."""
+        found = self._sinks[layer]
+        return () if found is None else tuple(to_numpy(found).tolist())
 
     def forward(self, input_ids: Array, positions: Array, attend: Attend) -> Array:
         """Run every layer over T tokens.
@@ -198,6 +213,7 @@ class Decoder:
                 scale=at.scale,
                 window=at.window,
                 softcap=at.softcap,
+                sinks=self.sinks(number),
             )
         return stack
 
@@ -293,6 +309,7 @@ class Decoder:
         spec, ops, weights = self.spec, self.ops, self.layers[layer]
         if ops.ranks.splits(residual):
             ops = replace(ops, ranks=ByRows(ops.ranks))
+        attended = gated(spec, weights, attended, residual, ops)
         y = ops.linear(attended.reshape(len(attended), -1), weights.output, weights.output_bias)
         y = ops.ranks.sum(y)  # [T, C], or a rank's rows of that
         if weights.post_attention_norm is not None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from weft.models.bounds import MOST_NUMBER
 from weft.models.config_reader import ConfigReader
 from weft.models.rope_config import RopeContext
 from weft.models.spec import LayerSpec, ModelSpec
@@ -192,3 +193,18 @@ def read_layer_types(config: ConfigReader, sizes: Sizes, default: Sequence[str])
     if len(found) != sizes.layers:
         config.refuse("layer_types", found, f"{sizes.layers} entries are needed, one a layer")
     return list(found)
+
+
+def read_layer_bases(config: ConfigReader, sizes: Sizes, theta: float) -> list[float]:
+    """Read the rotary base of each layer, 0 for one that is not rotated; all ``theta`` by default.
+
+    The embedding of a layer is otherwise that of the model.
+    """
+    found = config.value("layer_rope_theta", [theta] * sizes.layers)
+    good = isinstance(found, list) and all(
+        isinstance(base, int | float) and not isinstance(base, bool) and 0 <= base < MOST_NUMBER
+        for base in found
+    )
+    if not good or len(found) != sizes.layers:
+        config.refuse("layer_rope_theta", found, f"{sizes.layers} numbers are needed, one a layer")
+    return [float(base) for base in found]

@@ -8,7 +8,10 @@ from weft.kernels.parts import Biases, LayerParts, LayerShape, Norms, RoutedExpe
 from weft.models.layers import LayerWeights
 from weft.models.spec import LayerSpec, ModelSpec
 
-MATRICES = ("qkv", "output", "gate_up", "down", "router", "input_gate", "input_projection")
+MATRICES = (
+    *("qkv", "output", "output_gate", "gate_up", "down", "router"),
+    *("input_gate", "input_projection"),
+)
 
 
 def fusable(spec: ModelSpec, layer: LayerSpec, fused: Fused) -> bool:
@@ -65,6 +68,7 @@ def fuse(
         norm_centred=spec.norm_centred,
         parallel_block=spec.parallel_block,
         own_query_angles=bool(spec.ropes[layer.rope].query_scales),
+        gating=None if spec.output_gate is None else spec.output_gate.kind,
     )
     matrices = {name: getattr(weights, name) for name in MATRICES}
     matrices = {name: matrix for name, matrix in matrices.items() if matrix is not None}

@@ -35,6 +35,8 @@ class LayerWeights:
     mlp_norm: Array | None = None  # [C]
     qkv_bias: Array | None = None
     output_bias: Array | None = None  # [C]
+    output_gate: Weight | None = None  # [H * D, C], or by head [H, C]
+    sinks: Array | None = None  # [H]
     qk_norm: Array | None = None  # [H + Hkv, D]; of norms over all heads [(H + Hkv) * D]
     post_attention_norm: Array | None = None  # [C]
     post_mlp_norm: Array | None = None  # [C]
@@ -172,6 +174,17 @@ def _qk_norm(spec: ModelSpec, weights: LayerWeights, qk: Array, ops: OpTable) ->
         for part in (slice(0, middle), slice(middle, None))
     ]
     return concatenate(parts, 1).reshape(tokens, heads, size)
+
+
+def gated(
+    spec: ModelSpec, weights: LayerWeights, attended: Array, residual: Array, ops: OpTable
+) -> Array:
+    """Return attention's output [T, H, D] times the gate that the layer's input [T, C] opens."""
+    if spec.output_gate is None:
+        return attended
+    assert weights.output_gate is not None
+    x = pre_norm(spec, residual, weights.input_norm, ops)
+    return ops.gate(attended, ops.linear(x, weights.output_gate, None), spec.output_gate.kind)
 
 
 def feed_forward(

@@ -22,7 +22,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # stays in floats: it is small (norms, biases, routers), or only looked up (an embedding that is not
 # tied). An error in the head goes straight into the logits: with int4 it has the smallest groups,
 # with fp8 it stays in floats unless ``FP8_HEAD`` is asked for.
-ROUNDED = {"qkv", "output", "gate_up", "down", "expert_gate_up", "expert_down"}
+ROUNDED = {"qkv", "output", "output_gate", "gate_up", "down", "expert_gate_up", "expert_down"}
 HEAD_GROUP = 32
 FP8_HEAD = "fp8-head"  # as ``fp8``, the output head as well
 FP8 = Storage(8, None, "float32", format="e4m3")
@@ -187,13 +187,18 @@ def _attention(spec: ModelSpec, layer: LayerSpec) -> Iterator[Parameter]:
     if spec.layout.fused_qkv:
         parts = [("qkv_proj", q_rows + 2 * kv_rows)]
     weights = [(f"self_attn.{name}.weight", rows) for name, rows in parts]
-    yield _by_halves(spec, layer, _stack("qkv", weights, hidden))
+    qkv = _by_halves(spec, layer, _stack("qkv", weights, hidden))
+    yield _beside_gates(spec, layer, qkv) if spec.layout.gate_in_q else qkv
     if spec.qkv_bias:
         biases = [(f"self_attn.{name}.bias", rows) for name, rows in parts]
         yield _by_halves(spec, layer, _stack("qkv_bias", biases))
     yield _whole("output", "self_attn.o_proj.weight", (hidden, q_rows))
     if spec.output_bias:
         yield _whole("output_bias", "self_attn.o_proj.bias", (hidden,))
+    if spec.output_gate is not None:
+        yield _output_gate(spec, layer, spec.num_heads if spec.output_gate.by_head else q_rows)
+    if layer.sinks:
+        yield _whole("sinks", "self_attn.sinks", (spec.num_heads,))
     if spec.qk_norm:
         yield _by_halves(spec, layer, _qk_norm(spec, layer))
 
@@ -211,6 +216,29 @@ def _by_halves(spec: ModelSpec, layer: LayerSpec, parameter: Parameter) -> Param
         for piece in parameter.pieces
     )
     return replace(parameter, pieces=pieces)
+
+
+def _output_gate(spec: ModelSpec, layer: LayerSpec, rows: int) -> Parameter:
+    shape = (rows, spec.hidden_size)
+    if not spec.layout.gate_in_q:
+        return _whole("output_gate", "self_attn.gate_proj.weight", shape)
+    return Parameter("output_gate", shape, tuple(_of_q(spec, layer, layer.head_dim)))
+
+
+def _beside_gates(spec: ModelSpec, layer: LayerSpec, qkv: Parameter) -> Parameter:
+    """Have of the tensor of Q the rows of queries only."""
+    return replace(qkv, pieces=(*_of_q(spec, layer, 0), *qkv.pieces[1:]))
+
+
+def _of_q(spec: ModelSpec, layer: LayerSpec, first: int) -> Iterator[Piece]:
+    """Yield the rows of queries or of gates, which begin at ``first`` of those of each head."""
+    dim = layer.head_dim
+    shape = (2 * spec.num_heads * dim, spec.hidden_size)
+    for head in range(spec.num_heads):
+        start = 2 * head * dim + first
+        part = (slice(start, start + dim),)
+        index = (slice(head * dim, (head + 1) * dim),)
+        yield Piece("self_attn.q_proj.weight", shape, index, part)
 
 
 def _qk_norm(spec: ModelSpec, layer: LayerSpec) -> Parameter:

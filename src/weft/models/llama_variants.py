@@ -14,6 +14,7 @@ from weft.models.family import (
     Multimodal,
     Sizes,
     read_common,
+    read_layer_bases,
     read_layer_types,
     read_sizes,
     read_text_part,
@@ -131,6 +132,29 @@ def granite(config: ConfigReader, limit: int | None) -> ModelSpec:
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=config.flag("mlp_bias", False),
+    )
+
+
+def granite_swa(config: ConfigReader, limit: int | None) -> ModelSpec:
+    """Granite with sinks, a window in most layers, and a rotary base of each layer's own."""
+    config.assume(rms_norm_eps=1e-5, tie_word_embeddings=True, sliding_window=128)
+    spec, sizes, window = granite(config, limit), read_sizes(config, limit), read_window(config)
+    default = [SLIDING if i % 4 else FULL for i in range(sizes.layers)]
+    kinds = read_layer_types(config, sizes, default)
+    if window is None and SLIDING in kinds:
+        config.refuse("layer_types", kinds, "sliding layers need sliding_window")
+    rope = spec.ropes[0]
+    bases = read_layer_bases(config, sizes, rope.theta)
+    ropes = {base: replace(rope, theta=base) if base else no_rope(rope) for base in bases}
+    return replace(
+        spec,
+        ropes=tuple(ropes.values()),
+        layers=tuple(
+            sizes.layer(
+                window=window if kind == SLIDING else None, rope=list(ropes).index(base), sinks=True
+            )
+            for kind, base in zip(kinds, bases, strict=True)
+        ),
     )
 
 
@@ -337,6 +361,7 @@ LLAMA_VARIANTS = (
     Family("ernie4_5", "Ernie4_5ForCausalLM", "ernie4_5", ernie4_5),
     Family("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", hunyuan),
     Family("granite", "GraniteForCausalLM", "granite", granite),
+    Family("granite_swa", "GraniteSWAForCausalLM", "granite_swa", granite_swa),
     Family("olmo2", "Olmo2ForCausalLM", "olmo2", olmo2),
     Family("olmo3", "Olmo3ForCausalLM", "olmo3", olmo3),
     Family("exaone4", "Exaone4ForCausalLM", "exaone4", exaone4),

@@ -114,6 +114,9 @@ def _kept(parameter: Parameter, spec: ModelSpec, shard: Shard) -> tuple[int, lis
             layer = spec.layers[int(prefix.removeprefix("layers."))]
             unit = 1 if name == "qk_norm" else layer.head_dim
             return 0, _heads(spec.num_heads, layer.num_kv_heads, shape[0], unit, shard)
+        case "output_gate" | "sinks":
+            unit, heads = shape[0] // spec.num_heads, shard_range(spec.num_heads, shard)
+            return 0, [range(heads.start * unit, heads.stop * unit)]
         case "output" | "down":
             return 1, [shard_range(shape[1], shard)]
         case "expert_down":
@@ -168,7 +171,10 @@ def _pieces(piece: Piece, shape: list[int], dimension: int, kept: list[range]) -
         if first < last:
             at = place + first - span.start
             target = (*index[:dimension], slice(at, at + last - first), *index[dimension + 1 :])
-            source = slice(first - covered.start, last - covered.start)
-            part = (slice(None),) * own + (source,) if own >= 0 else ()
+            part = piece.part
+            if own >= 0:
+                start = (piece.taken[own].start or 0) - covered.start
+                source = slice(start + first, start + last)
+                part = (*piece.taken[:own], source, *piece.part[own + 1 :])
             yield replace(piece, index=target, part=part)
         place += len(span)

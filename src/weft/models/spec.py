@@ -81,6 +81,20 @@ class MoeSpec:
 
 
 @dataclass(frozen=True)
+class GateSpec:
+    """A gate of attention's output: a projection of the layer's input, before the output's own.
+
+    Attributes:
+        kind: ``sigmoid`` or ``softplus`` (Qiu et al. 2025, Gated Attention for Large Language
+            Models).
+        by_head: it has one number a head, in place of one for each number of the output.
+    """
+
+    kind: str = "sigmoid"
+    by_head: bool = False
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """The parameters in which layers may differ."""
 
@@ -92,6 +106,7 @@ class LayerSpec:
     moe: bool = False
     kv_source: int | None = None  # the earlier layer whose KV this one reads instead of its own
     value_is_key: bool = False  # V is the K projection before its norm and rotation
+    sinks: bool = False  # each query head has a score without a value (Xiao et al. 2023)
 
 
 @dataclass(frozen=True)
@@ -133,6 +148,7 @@ class CheckpointLayout:
 
     prefixes: tuple[str, ...] = ("model.",)
     fused_qkv: bool = False  # stored as qkv_proj, as in Phi-3
+    gate_in_q: bool = False  # q_proj has the rows of each head's gate behind those of its query
     fused_gate_up: bool = False  # stored as gate_up_proj
     stacked_experts: bool = False  # those of a layer are always one tensor
     transposed_experts: bool = False  # of these tensors floats are stored as [E, inputs, outputs]
@@ -204,6 +220,7 @@ class ModelSpec:
     value_norm: bool = False  # V is normalised without a weight
     qkv_bias: bool = False
     output_bias: bool = False
+    output_gate: GateSpec | None = None
     mlp_bias: bool = False
     attention_softcap: float | None = None
     logit_softcap: float | None = None

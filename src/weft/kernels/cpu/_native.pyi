@@ -22,6 +22,7 @@ def paged_attention(
     scale: float,
     window: int,
     softcap: float,
+    sinks: _View | None,
 ) -> None: ...
 def read_all(data: int, words: int) -> int: ...
 def multiply_adds(format: int, rounds: int) -> int: ...
@@ -179,6 +180,8 @@ def moe(experts: Experts, x: _View, ids: int, shares: int, top_k: int, out: int)
 class Layer:
     qkv: Matrix
     output: Matrix
+    output_gate: Matrix
+    gating: int
     gate_up: Matrix
     down: Matrix
     heads: int
@@ -260,6 +263,7 @@ class Stack:
         scale: float,
         window: int,
         softcap: float,
+        sinks: _View | None,
         /,
     ) -> None: ...
     def add_inputs(
@@ -321,6 +325,7 @@ def normalise(
 ) -> None: ...
 def rotate(x: _View, cos: int, sin: int, half: int, out: int) -> None: ...
 def act_mul(gate_up: _View, activation: int, out: int) -> None: ...
+def gate(x: _View, gates: _View, gating: int, out: int) -> None: ...
 def gather_rows(table: _View, ids: int, tokens: int, out: int) -> None: ...
 def copy_blocks(
     sources: NDArray[np.int64],
@@ -331,8 +336,8 @@ def copy_blocks(
 ) -> None: ...
 def softcap(numbers: int, count: int, cap: float) -> None: ...
 
-# k_cache, v_cache, heads, head size, group, writes, scale, window, softcap
-HostLayer = tuple[_View, _View, int, int, int, bool, float, int, float]
+# k_cache, v_cache, heads, head size, group, writes, scale, window, softcap, sinks
+HostLayer = tuple[_View, _View, int, int, int, bool, float, int, float, tuple[float, ...]]
 
 class Mailbox:
     def __init__(self, address: int, bytes: int) -> None: ...

@@ -268,7 +268,9 @@ class Work {
     const int64_t past = call_.seq_lens.as<int32_t>()[row] - tokens_of(row);
     for (int64_t i = first; i < first + count; ++i) {
       const int64_t token = i / group_, head = kv_head * group_ + i % group_;
-      *to++ = {at(call_.q, start + token, head), at(call_.out, start + token, head), past + token};
+      *to = {at(call_.q, start + token, head), at(call_.out, start + token, head), past + token};
+      if (call_.sinks) to->sink = call_.sinks->as<float>()[head];
+      ++to;
     }
   }
 

@@ -21,6 +21,7 @@ struct Attention {
   int64_t window = 0;                // positions that a query sees, itself included; 0: all
   float scale = 1.0f;
   float softcap = 0.0f;              // 0: none
+  std::optional<Tensor> sinks;       // [H] f32, a score without a value that all queries of a head see
 };
 
 // Throws std::invalid_argument, before anything is written, if shapes, types or indices do not fit.

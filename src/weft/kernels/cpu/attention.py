@@ -26,6 +26,7 @@ def paged_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Array | None = None,
 ) -> Array:
     """Write ``k`` and ``v`` at their slot_mapping, then attend causally; returns ``[T, H, D]`` like
     ``q``.
@@ -49,6 +50,7 @@ def paged_attention(
             query are never read and may be anything.
         scale: factor of the scores.
         window: a query at position p sees the positions in ``(p - window, p]``; None: all up to p.
+        sinks: ``[H]`` float32, a further score for each query head, whose value is 0; None: none.
         softcap: scores s become ``softcap * tanh(s / softcap)``; None: they stay.
 
     Raises:
@@ -75,6 +77,7 @@ def paged_attention(
         scale,
         window or 0,
         softcap or 0.0,
+        None if sinks is None else view("sinks", sinks),
     )
     return out
 

@@ -116,7 +116,7 @@ std::vector<uint64_t> layout_of(const Mailbox& mailbox) {
   return {records, tables, qkv, k, v, qkv_bytes, out, out_bytes};
 }
 
-// k_cache, v_cache, heads, head size, group, writes, scale, window, softcap
+// k_cache, v_cache, heads, head size, group, writes, scale, window, softcap, sinks
 HostLayer layer_of(nb::tuple parts) {
   return {.k_cache = tensor_of("k_cache", nb::cast<nb::tuple>(parts[0])),
           .v_cache = tensor_of("v_cache", nb::cast<nb::tuple>(parts[1])),
@@ -126,7 +126,8 @@ HostLayer layer_of(nb::tuple parts) {
           .writes = nb::cast<bool>(parts[5]),
           .scale = nb::cast<float>(parts[6]),
           .window = nb::cast<int64_t>(parts[7]),
-          .softcap = nb::cast<float>(parts[8])};
+          .softcap = nb::cast<float>(parts[8]),
+          .sinks = nb::cast<std::vector<float>>(parts[9])};
 }
 
 }  // namespace

@@ -96,6 +96,7 @@ void bind_layer(nb::module_& m) {
   type.def(nb::init<>())
       .def_rw("qkv", &Layer::qkv)
       .def_rw("output", &Layer::output)
+      .def_rw("output_gate", &Layer::output_gate)
       .def_rw("gate_up", &Layer::gate_up)
       .def_rw("down", &Layer::down)
       .def_rw("heads", &Layer::heads)
@@ -119,6 +120,9 @@ void bind_layer(nb::module_& m) {
       .def_rw("centred", &Layer::centred)
       .def_rw("parallel", &Layer::parallel)
       .def_rw("own_query_angles", &Layer::own_query_angles)
+      .def_prop_rw(
+          "gating", [](const Layer& layer) { return static_cast<int>(layer.gating); },
+          [](Layer& layer, int value) { layer.gating = static_cast<weft::Gating>(value); })
       .def("pre", &pre)
       .def("post", &post);
   activation(type, &Layer::activation);

@@ -42,6 +42,12 @@ void act_mul(nb::tuple gate_up, int activation, uintptr_t out) {
   weft::act_mul(rows, static_cast<weft::Activation>(activation), reinterpret_cast<char*>(out));
 }
 
+void gate(nb::tuple x, nb::tuple gates, int gating, uintptr_t out) {
+  const weft::Tensor heads = tensor_of("x", x), factors = tensor_of("gates", gates);
+  const nb::gil_scoped_release released;
+  weft::gate(heads, factors, static_cast<weft::Gating>(gating), reinterpret_cast<char*>(out));
+}
+
 void gather_rows(nb::tuple table, uintptr_t ids, int64_t tokens, uintptr_t out) {
   const weft::Tensor rows = tensor_of("table", table);
   const nb::gil_scoped_release released;
@@ -77,6 +83,7 @@ void bind_ops(nb::module_& m) {
   m.def("rotate", &rotate, nb::arg("x"), nb::arg("cos"), nb::arg("sin"), nb::arg("half"),
         nb::arg("out"));
   m.def("act_mul", &act_mul, nb::arg("gate_up"), nb::arg("activation"), nb::arg("out"));
+  m.def("gate", &gate, nb::arg("x"), nb::arg("gates"), nb::arg("gating"), nb::arg("out"));
   m.def("gather_rows", &gather_rows, nb::arg("table"), nb::arg("ids"), nb::arg("tokens"),
         nb::arg("out"));
   m.def("copy_blocks", &copy_blocks, nb::arg("sources"), nb::arg("targets"), nb::arg("block_bytes"),

@@ -33,10 +33,11 @@ void add_rope(Stack& stack, uintptr_t frequencies, int64_t half, double scale,
 
 void add_layer(Stack& stack, const weft::Layer& layer, int64_t rope, int64_t group,
                nb::tuple k_cache, nb::tuple v_cache, double scale, int64_t window,
-               double softcap) {
+               double softcap, std::optional<nb::tuple> sinks) {
   stack.layers.push_back({&layer, rope, group, tensor_of("k_cache", k_cache),
                           tensor_of("v_cache", v_cache), static_cast<float>(scale), window,
-                          static_cast<float>(softcap)});
+                          static_cast<float>(softcap), std::nullopt});
+  if (sinks) stack.layers.back().sinks = tensor_of("sinks", *sinks);
 }
 
 std::vector<weft::GroupBatch> batches_of(nb::list groups) {

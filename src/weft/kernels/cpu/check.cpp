@@ -108,6 +108,11 @@ void check_tensors(const Attention& call) {
     check_floats(**fresh);
   }
   for (const Tensor* tensor : {&call.q, &call.out}) check_floats(*tensor);
+  if (call.sinks) {
+    check_shape(*call.sinks, {{"heads", heads}});
+    check_floats(*call.sinks);
+    if (call.sinks->type != DType::f32) fail("sinks must be float32");
+  }
   for (const Tensor* tensor : {&call.k_cache, &call.v_cache}) check_cache(*tensor);
 }
 

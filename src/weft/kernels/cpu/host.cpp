@@ -250,7 +250,11 @@ Attention HostWorker::call_of(const HostLayer& layer) {
       .window = layer.window,
       .scale = layer.scale,
       .softcap = layer.softcap,
+      .sinks = std::nullopt,
   };
+  if (!layer.sinks.empty()) {
+    call.sinks = vector_of("sinks", const_cast<std::vector<float>&>(layer.sinks), DType::f32);
+  }
   if (layer.writes) {
     call.k = view("k", k_, layer.k_cache.shape[1]);
     call.v = view("v", v_, layer.k_cache.shape[1]);

@@ -19,6 +19,7 @@ struct HostLayer {
   float scale = 1.0f;
   int64_t window = 0;
   float softcap = 0.0f;
+  std::vector<float> sinks;  // [heads], or empty
 };
 
 // Takes all Submitted jobs of one layer into one call of paged attention: those of the layer of the

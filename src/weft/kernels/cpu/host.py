@@ -122,6 +122,7 @@ class HostLayer:
         heads: of the queries.
         group: which of a row's block tables it reads.
         writes: whether k and v come with each row; False if it reads the KV of another layer.
+        sinks: a score for each query head, or none.
 
     Raises:
         ConfigError: there can be no such window or softcap.
@@ -135,6 +136,7 @@ class HostLayer:
     window: int | None = None
     softcap: float | None = None
     writes: bool = True
+    sinks: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -158,7 +160,7 @@ class HostLayer:
         """Return the layer as native workers take it, with its caches at these places."""
         return (
             k_cache, v_cache, self.heads, self.head_dim, self.group, self.writes, self.scale,
-            self.window or 0, self.softcap or 0.0,
+            self.window or 0, self.softcap or 0.0, self.sinks,
         )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ struct Layer {
   // * head_size, hidden].
   const Matrix* qkv = nullptr;
   const Matrix* output = nullptr;   // [hidden, heads * head_size]
+  const Matrix* output_gate = nullptr;  // of what `output` reads: [heads or heads * head_size, hidden]
   const Matrix* gate_up = nullptr;  // gated [2 * size, hidden]
   const Matrix* down = nullptr;     // [hidden, size]
   const Matrix* router = nullptr;   // [experts, hidden], with a gate of the MLP one output more
@@ -58,6 +59,7 @@ struct Layer {
   // Angles are [tokens, half] of keys and then of queries, in one row of 2 * half.
   bool own_query_angles = false;
   Activation activation = Activation::silu;
+  Gating gating = Gating::sigmoid;  // of `output_gate`
 
   DType type() const { return qkv->type(); }
   int64_t columns() const { return (heads + 2 * kv_heads) * head_size; }

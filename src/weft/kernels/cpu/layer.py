@@ -18,7 +18,7 @@ from weft.kernels.arrays import (
 )
 from weft.kernels.cpu import _native
 from weft.kernels.cpu.experts import bind_experts, correction, native_routing
-from weft.kernels.cpu.rows import ACTIVATIONS
+from weft.kernels.cpu.rows import ACTIVATIONS, GATINGS
 from weft.kernels.parts import LayerParts, LayerShape, RoutedExperts, check_parts
 
 
@@ -71,6 +71,8 @@ class CpuLayer:
         native.own_query_angles = shape.own_query_angles
         native.epsilon = shape.norm_eps
         native.activation = ACTIVATIONS[shape.activation]
+        if shape.gating is not None:
+            native.gating = GATINGS[shape.gating]
 
     def _bind_experts(self, experts: RoutedExperts) -> None:
         native, count = self.native, len(experts.down)

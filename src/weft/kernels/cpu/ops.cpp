@@ -116,6 +116,15 @@ void act_mul_row(DType type, Activation activation, const char* gate, const char
   }
 }
 
+void gate(const Tensor& x, const Tensor& gates, Gating gating, char* out) {
+  const PanelKernels& kernels = *chosen_isa().panel;
+  const int64_t wide = x.shape[1] * x.shape[2];
+  each_row(x.shape[0], wide, [&](int64_t token) {
+    kernels.gate(x.type, gating, head_at(x, token, 0), head_at(gates, token, 0),
+                 wide / gates.shape[1], out + token * wide * size_of(x.type), wide);
+  });
+}
+
 void check_ids(const int64_t* ids, int64_t tokens, int64_t size) {
   for (int64_t token = 0; token < tokens; ++token) {
     if (ids[token] >= 0 && ids[token] < size) continue;

@@ -39,6 +39,10 @@ void act_mul(const Tensor& gate_up, Activation activation, char* out);
 void act_mul_row(DType type, Activation activation, const char* gate, const char* value, char* out,
                  int64_t count);
 
+// Heads of x [tokens, heads, size] times the factors of their gates, which have a number for each of
+// x's [tokens, heads * size], or one a head [tokens, heads].
+void gate(const Tensor& x, const Tensor& gates, Gating gating, char* out);
+
 // Throws std::out_of_range for an id outside a vocabulary of this size.
 void check_ids(const int64_t* ids, int64_t tokens, int64_t size);
 // Rows of a table [vocabulary, size] by ids. Throws as `check_ids` does.

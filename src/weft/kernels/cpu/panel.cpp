@@ -300,6 +300,42 @@ void finish_gated(DType type, Activation activation, const Finish& f) {
   finish_gated_as<DType::bf16>(activation, f);
 }
 
+// ---- gates of attention's output ----
+
+inline vec open(vec x, Gating gating) {
+  if (gating == Gating::sigmoid) return sigmoid(x);
+  vec y = exp_negative((vec)((ivec)x | (int32_t)0x80000000));  // log(1 + exp(x)), by exp(-|x|)
+  for (int i = 0; i < W; ++i) y[i] = __builtin_log1pf(y[i]) + (x[i] > 0.0f ? x[i] : 0.0f);
+  return y;
+}
+
+template <DType type>
+void gate_as(Gating gating, const char* x, const char* gates, int64_t each, char* out,
+             int64_t count) {
+  constexpr int64_t size = type == DType::f32 ? 4 : 2;
+  if (each == 1) {
+    for (int64_t i = 0; i < count; i += W) {
+      const int64_t left = count - i;
+      const vec factor = open(read<type>(gates + i * size, left), gating);
+      write<type>(out + i * size, read<type>(x + i * size, left) * factor, left);
+    }
+    return;
+  }
+  for (int64_t first = 0; first < count; first += each) {
+    const float factor = open(splat(read<type>(gates + first / each * size, 1)[0]), gating)[0];
+    for (int64_t i = first; i < first + each; i += W) {
+      const int64_t left = first + each - i;
+      write<type>(out + i * size, read<type>(x + i * size, left) * factor, left);
+    }
+  }
+}
+
+void gate(DType type, Gating gating, const char* x, const char* gates, int64_t each, char* out,
+          int64_t count) {
+  if (type == DType::f32) return gate_as<DType::f32>(gating, x, gates, each, out, count);
+  gate_as<DType::bf16>(gating, x, gates, each, out, count);
+}
+
 // ---- norms and rotation ----
 
 template <DType type>
@@ -424,7 +460,7 @@ void combine(DType type, const Share* shares, int64_t rows, char* out, int64_t c
 extern const PanelKernels WEFT_NAME(panel_kernels_, WEFT_ISA);
 const PanelKernels WEFT_NAME(panel_kernels_, WEFT_ISA) = {
     WEFT_TEXT(WEFT_ISA), {multiply<Format::f32>, multiply<Format::bf16>},
-    finish, finish_gated, norm, rotate, scale, combine,
+    finish, finish_gated, gate, norm, rotate, scale, combine,
 };
 
 }  // namespace weft

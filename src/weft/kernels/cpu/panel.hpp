@@ -32,6 +32,8 @@ inline constexpr int64_t gated_columns = panel_columns / 2;
 // The last one is gpt-oss's: (value + 1) * gate * sigmoid(1.702 * gate), of a gate of at most 7 and a
 // value within [-7, 7].
 enum class Activation : int { silu = 0, gelu_tanh = 1, swiglu_oai = 2 };
+// What makes a factor of a gate.
+enum class Gating : int { sigmoid = 0, softplus = 1 };
 
 // Columns that are computed by themselves where whole panels are too few for the threads: those of a
 // cache line of a panel.
@@ -82,6 +84,9 @@ struct PanelKernels {
   void (*finish)(DType, const Finish&);
   // Activation(gate) * value of sums of gated panels; `columns` counts the outputs.
   void (*finish_gated)(DType, Activation, const Finish&);
+  // x times the factors of its gates, of which each is that of `each` numbers of x. `out` may be x.
+  void (*gate)(DType, Gating, const char* x, const char* gates, int64_t each, char* out,
+               int64_t count);
   // With a residual the result is added to it, once rounded to the type.
   void (*norm)(DType, const Norm&, const char* x, const char* residual, char* out, int64_t count);
   // In place: normalise one head (without a norm: not), then rotate its first 2 * half dimensions.

@@ -17,7 +17,7 @@ class Post {
       : layer_(layer), tokens_(tokens), inputs_(inputs),
         in_(rows_of(residual, hidden_, type_)), result_(rows_of(out, hidden_, type_)) {
     static thread_local KeptMemory kept;
-    output_.x = rows_of(attended, layer.output->inputs(), type_);
+    attended_ = rows_of(attended, layer.output->inputs(), type_);
     gate_up_.activated = true;
     gate_up_.activation = layer.activation;
     kept.lay_out([this](Slices& slices) { place(slices); });
@@ -25,6 +25,7 @@ class Post {
   }
 
   void run() {
+    if (gate_.matrix != nullptr) open_gate();
     const int64_t dense = items_of(gate_up_), routing = items_of(router_);
     Phases phases;
     phases.add_rounding(output_);
@@ -74,15 +75,41 @@ class Post {
     kernels_.scale(type_, 1.0f, row, residual.row(token), to.row(token), hidden_);
   }
 
+  // What the output projection reads: attention times the gate that the layer's input opens.
+  void open_gate() {
+    const int64_t wide = layer_.output->inputs(), each = wide / gate_.matrix->outputs();
+    Phases phases;
+    if (layer_.input_norm == nullptr) {
+      phases.add_rounding(gate_);
+    } else {
+      phases.add_tokens(tokens_, [this](int64_t token) {
+        norm(layer_.input_norm, in_, {}, gate_.x, token);
+        gate_.round_row(token);
+      });
+    }
+    phases.add(gate_.items(), [this](int64_t item) { gate_.run(kernels_, item); });
+    phases.add_tokens(tokens_, [this, wide, each](int64_t token) {
+      kernels_.gate(type_, layer_.gating, attended_.row(token), gate_.out.row(token), each,
+                    output_.x.row(token), wide);
+    });
+    phases.run(worth_sharing(work_of(*layer_.output_gate, tokens_)));
+  }
+
   void place(Slices& slices) {
-    for (Multiplication* product : std::array{&output_, &gate_up_, &down_, &router_, &input_gate_,
-                                              &input_projection_}) {
+    for (Multiplication* product : std::array{&output_, &gate_, &gate_up_, &down_, &router_,
+                                              &input_gate_, &input_projection_}) {
       if (product->matrix == nullptr) continue;
       product->cut(threads_);
       product->round_into(slices.take(product->round_bytes()));
     }
     for (Rows* rows : {&middle_, &y_}) *rows = slices.rows(tokens_, hidden_, type_);
     x_ = layer_.mlp_norm == nullptr ? middle_ : slices.rows(tokens_, hidden_, type_);
+    output_.x = attended_;
+    if (gate_.matrix != nullptr) {
+      gate_.x = layer_.input_norm == nullptr ? in_ : slices.rows(tokens_, hidden_, type_);
+      gate_.out = slices.rows(tokens_, gate_.matrix->outputs(), type_);
+      output_.x = slices.rows(tokens_, layer_.output->inputs(), type_);
+    }
     if (layer_.down != nullptr) down_.x = slices.rows(tokens_, layer_.down->inputs(), type_);
     if (layer_.input_gate != nullptr) {
       input_gate_.out = slices.rows(tokens_, layer_.input_gate->outputs(), type_);
@@ -197,7 +224,9 @@ class Post {
   const int64_t top_k_ = layer_.routing.top_k;
   const int threads_ = shared_pool().threads();
   const Rows inputs_, in_, result_;
+  Rows attended_{};
   Multiplication output_ = product_of(layer_.output, layer_.output_bias);
+  Multiplication gate_ = product_of(layer_.output_gate);
   Multiplication gate_up_ = product_of(layer_.gate_up, layer_.gate_up_bias);
   Multiplication down_ = product_of(layer_.down, layer_.down_bias);
   Multiplication router_ = product_of(layer_.router, layer_.router_bias);

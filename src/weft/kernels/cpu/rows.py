@@ -10,6 +10,7 @@ ACTIVATIONS = {
     "gelu_tanh": 1,
     "swiglu_oai": 2,
 }  # the numbers of `Activation` in panel.hpp
+GATINGS = {"sigmoid": 0, "softplus": 1}  # those of `Gating`
 
 
 def angles(positions: Array, frequencies: Array, scale: float) -> tuple[Array, Array]:
@@ -73,6 +74,25 @@ def act_mul(gate_up: Array, activation: str) -> Array:
     gate_up = dense_rows(gate_up)
     out = empty(gate_up, (gate_up.shape[0], gate_up.shape[1] // 2))
     _native.act_mul(view("gate_up", gate_up), ACTIVATIONS[activation], address(out))
+    return out
+
+
+def gate(x: Array, gates: Array, kind: str) -> Array:
+    """Return heads x [T, H, D] times ``kind`` of their gates; see ``reference.gate``.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or there is no such kind.
+    """
+    tokens, heads, size = x.shape
+    fits = gates.shape in ((tokens, heads), (tokens, heads * size)) and gates.dtype == x.dtype
+    if not fits or kind not in GATINGS:
+        raise ValueError(
+            f"no {kind} gate of {list(gates.shape)} in {gates.dtype} for {list(x.shape)} in "
+            f"{x.dtype}; known: {', '.join(GATINGS)}"
+        )
+    x, gates = contiguous(x), dense_rows(gates)
+    out = empty(x, x.shape)
+    _native.gate(view("x", x), view("gates", gates), GATINGS[kind], address(out))
     return out
 
 

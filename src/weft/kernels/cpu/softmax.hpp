@@ -73,9 +73,21 @@ void merge(const Partial& into, const Partial& from, int64_t count, int64_t widt
   }
 }
 
+// Merges a score without a value into the sums of query vector i.
+inline void add_sink(const Partial& sums, int64_t i, float sink, int64_t width) {
+  const float largest = sink > sums.largest[i] ? sink : sums.largest[i];
+  const float fade = exp_one(sums.largest[i] - largest);
+  sums.total[i] = sums.total[i] * fade + exp_one(sink - largest);
+  float* values = sums.values + i * width;
+  for (int64_t d = 0; d < width; d += W) store(values + d, load(values + d) * fade);
+}
+
+// Each query is finished once, after all of its splits, so that its sink counts once.
 void finish(const Tile& tile, const Partial& sums, int64_t width) {
   for (int64_t i = 0; i < tile.heads * tile.count; ++i) {
     float* values = sums.values + i * width;
+    const float sink = tile.queries[i].sink;
+    if (sink != -infinity) add_sink(sums, i, sink, width);
     for (int64_t d = 0; d < width; d += W) store(values + d, load(values + d) / sums.total[i]);
     write_row(values, tile.queries[i].out, tile.type, tile.head_size);
   }

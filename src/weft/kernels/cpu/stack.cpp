@@ -96,6 +96,7 @@ void attend(const StackLayer& stacked, const GroupBatch& batch, const Projected&
       .window = stacked.window,
       .scale = stacked.scale,
       .softcap = stacked.softcap,
+      .sinks = stacked.sinks,
   });
 }
 

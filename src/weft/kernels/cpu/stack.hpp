@@ -23,6 +23,7 @@ struct StackLayer {
   float scale;
   int64_t window;            // 0: none
   float softcap;             // 0: none
+  std::optional<Tensor> sinks;
 };
 
 // What makes the input of a token to each layer: rows of a table, of the layers' type, and a product

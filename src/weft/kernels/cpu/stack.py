@@ -112,13 +112,14 @@ class CpuStack:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Array | None = None,
     ) -> None:
         """Append a layer.
 
         Args:
             places: which rope, of those appended before, and which KV group of a call it has.
-            caches: keys and values; like ``scale``, ``window`` and ``softcap`` those of
-                ``paged_attention``.
+            caches: keys and values; like ``scale``, ``window``, ``softcap`` and ``sinks`` those
+                of ``paged_attention``.
         """
         keys, values = caches
         self.native.add_layer(
@@ -129,8 +130,9 @@ class CpuStack:
             scale,
             window or 0,
             softcap or 0.0,
+            None if sinks is None else view("sinks", sinks),
         )
-        self._kept += [layer, keys, values]
+        self._kept += [layer, keys, values, sinks]
 
     def run(self, ids: Array, positions: Array, groups: Sequence[AttentionMetadata]) -> Array:
         """Return the normalised hidden states [T, C].

@@ -30,11 +30,13 @@ struct Cache {
   int64_t scales_bytes;   // from a head of a block to its scales, if the type is scaled
 };
 
-// One head of one token: where it lies, and its position in the sequence.
+// One head of one token: where it lies, and its position in the sequence. `sink` is the score of a
+// key without a value that it sees besides; -infinity: there is none.
 struct Query {
   const char* q;
   char* out;
   int64_t position;
+  float sink = -__builtin_inff();
 };
 
 struct Tile {
@@ -91,7 +93,7 @@ struct Kernels {
                  const Partial& sums);
   void (*clear)(const Partial& sums, int64_t count, int64_t width);
   void (*merge)(const Partial& into, const Partial& from, int64_t count, int64_t width);
-  // Normalise and write to the queries' outputs. `sums` is destroyed.
+  // Add the queries' sinks, normalise and write to their outputs. `sums` is destroyed.
   void (*finish)(const Tile&, const Partial& sums);
   void (*convert)(char* to, DType to_type, const char* from, DType from_type, int64_t count);
   // To a scaled type.

@@ -1,4 +1,4 @@
-"""Activated gates times up projections, optionally rounded for the next product; softcap."""
+"""Gates times what they let through, optionally rounded for the next product; softcap."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from weft.kernels.triton.launch import last_contiguous
 
 ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")  # kernels take their places
 _ALPHA, _LIMIT = tl.constexpr(SWIGLU_ALPHA), tl.constexpr(SWIGLU_LIMIT)
+GATINGS = ("sigmoid", "softplus")
 _BLOCK = 1024
 _ROW_BLOCK = 4096  # numbers that a program looks at at once which rounds a whole row
 
@@ -74,6 +75,46 @@ def _act_mul_round(
         y = y.to(gate_up.dtype.element_ty).to(tl.float32)
         y = to_e4m3(tl.where(finite, y * factor, 0.0))
         tl.store(out + row * SIZE + column, y.to(out.dtype.element_ty), mask=column < SIZE)
+
+
+@triton.jit
+def _gate(
+    x, gates, out, stride_gates,
+    SIZE: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr, SOFTPLUS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < SIZE
+    y = tl.load(x + row * SIZE + column, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gates + row * stride_gates + column // EACH, mask=mask, other=0.0)
+    gate = gate.to(tl.float32)
+    if SOFTPLUS:
+        power = tl.exp(-tl.abs(gate))
+        near = power * (1.0 - power * (0.5 - power * (1.0 / 3.0)))  # where 1 + power loses digits
+        gate = tl.maximum(gate, 0.0) + tl.where(power < 0.01, near, tl.log(1.0 + power))
+    else:
+        gate = 1.0 / (1.0 + tl.exp(-gate))
+    tl.store(out + row * SIZE + column, (y * gate).to(out.dtype.element_ty), mask=mask)
+
+
+def gate(x: Tensor, gates: Tensor, kind: str) -> Tensor:
+    """Return heads x [T, H, D] times ``kind`` of their gates; see ``reference.gate``.
+
+    Raises:
+        ValueError: shapes do not fit, or there is no such kind.
+    """
+    tokens, heads, dim = x.shape
+    if gates.shape not in ((tokens, heads), (tokens, heads * dim)) or kind not in GATINGS:
+        known = ", ".join(GATINGS)
+        raise ValueError(f"no {kind} gate of {list(gates.shape)} for {list(x.shape)}; {known} are")
+    x, gates = x.contiguous(), last_contiguous(gates)
+    out, size = torch.empty_like(x), heads * dim
+    if tokens:
+        _gate[(tokens, triton.cdiv(size, _BLOCK))](
+            x, gates, out, gates.stride(0), SIZE=size, EACH=size // gates.shape[1], BLOCK=_BLOCK,
+            SOFTPLUS=kind == "softplus", num_warps=4, num_stages=1,
+        )  # fmt: skip
+    return out
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -171,7 +171,7 @@ def decode_kernel(
     q, keys, values, key_scales, value_scales, tables, table_start, query_start,
     items, arrived, out, partial_sums, partial_stats,
     rows, tokens, stride_qt, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_table,
-    scale, softcap,
+    scale, softcap, sinks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TYPE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
@@ -208,7 +208,7 @@ def decode_kernel(
             DIM, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_N, False,
         )  # fmt: skip
         if splits == 1:
-            result = sums / tl.where(real, total, 1.0)[:, None]
+            result = divide(sums, top, total, real, sinks, head, GROUP)
             store_outputs(out, result, start, token, real, head, HEADS, DIM, PADDED, GROUP)
         else:
             m = tl.arange(0, BLOCK_M)
@@ -223,7 +223,10 @@ def decode_kernel(
             counter = arrived + row * KV_HEADS + head
             if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
                 tl.store(counter, 0)
-                result = merge(partial_sums, partial_stats, at, real, splits, DIM, PADDED, SPLITS)
+                whole, most, weight = merge(
+                    partial_sums, partial_stats, at, real, splits, DIM, PADDED, SPLITS
+                )
+                result = divide(whole, most, weight, real, sinks, head, GROUP)
                 store_outputs(out, result, start, token, real, head, HEADS, DIM, PADDED, GROUP)
     clear(out, tl.load(query_start + rows) + program, tokens, programs, HEADS, DIM, 1024)
 
@@ -233,7 +236,7 @@ def merge(
     partial_sums, partial_stats, at, real, splits,
     DIM: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Return what splits have summed up at ``at`` [M], in their order: [M, PADDED].
+    """Return what splits have summed up at ``at`` [M], in their order, as ``attend`` does.
 
     It is read from the L2 cache, where other programs have written it.
     """
@@ -254,6 +257,22 @@ def merge(
         sums += b * tl.exp2(score_b - top)[:, None]
         sums += c * tl.exp2(score_c - top)[:, None]
         sums += d * tl.exp2(score_d - top)[:, None]
+    return sums, top, total
+
+
+@triton.jit
+def divide(sums, top, total, real, sinks, head, GROUP: tl.constexpr):
+    """Return the sums [M, PADDED] of ``attend`` divided by those of weights, with that of a sink.
+
+    A query comes here once, after all of its splits, so that its sink counts once.
+    """
+    if sinks is not None:
+        m = tl.arange(0, sums.shape[0])
+        sink = tl.load(sinks + head * GROUP + m % GROUP) * LOG2_E
+        most = tl.maximum(top, sink)
+        fade = tl.exp2(top - most)
+        total = total * fade + tl.exp2(sink - most)
+        sums *= fade[:, None]
     return sums / tl.where(real, total, 1.0)[:, None]
 
 
@@ -276,7 +295,7 @@ def _part(
 def prefill_kernel(
     q, keys, values, key_scales, value_scales, tables, table_start, query_start, seq_lens, out,
     rows, stride_qt, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_table,
-    scale, softcap,
+    scale, softcap, sinks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TYPE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FEW: tl.constexpr,
@@ -319,10 +338,10 @@ def prefill_kernel(
     if key_scales is not None:
         key_scales += head.to(tl.int64) * (stride_kh // 4)
         value_scales += head.to(tl.int64) * (stride_vh // 4)
-    sums, _, total = attend(
+    sums, top, total = attend(
         x, query, keys, values, key_scales, value_scales, table, stride_kb, stride_vb,
         first, low, plain, stop, scale, softcap,
         DIM, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_N, WINDOW == 0,
     )  # fmt: skip
-    result = sums / tl.where(real, total, 1.0)[:, None]
+    result = divide(sums, top, total, real, sinks, head, GROUP)
     store_outputs(out, result, start, token, real, head, HEADS, DIM, PADDED, GROUP)

@@ -39,6 +39,7 @@ def paged_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None = None,
     tuning: Tuning | None = None,
 ) -> Tensor:
     """Write K and V, then attend; see ``reference.paged_attention``.
@@ -64,6 +65,11 @@ def paged_attention(
         raise ValueError(f"programs is {batch.programs}; it must be at least 1, or None")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}; it must be positive, or None")
+    if sinks is not None and (sinks.shape != q.shape[1:2] or sinks.dtype != torch.float32):
+        raise ValueError(
+            f"sinks has shape {list(sinks.shape)} of {sinks.dtype}, expected [{q.shape[1]}] of "
+            "float32"
+        )
     chosen = plan_for(q, k_cache, batch.max_query_len, tuning)
     tokens, heads, dim = q.shape
     rows, out = len(batch.seq_lens), torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -92,6 +98,7 @@ def paged_attention(
         "stride_table": batch.block_tables.stride(0),
         "scale": scale,
         "softcap": softcap or 1.0,
+        "sinks": sinks,
         "HEADS": heads,
         "GROUP": heads // k_cache.shape[1],
         "DIM": dim,

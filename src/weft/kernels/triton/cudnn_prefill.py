@@ -80,6 +80,7 @@ class PrefillByCudnn:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See ``attention.paged_attention``.
 
@@ -87,12 +88,13 @@ class PrefillByCudnn:
             KernelUnavailable: the tuning asks for cuDNN, and it is missing or cannot compute this.
         """
         given: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+        given["sinks"] = sinks
         if not self._asked(q, k_cache):
             return self._attend(q, k, v, k_cache, v_cache, batch, **given)
         few = plan_for(q, k_cache, batch.max_query_len, self._tuning).few
         if min(batch.max_query_len or len(q), len(q)) <= few:
             return self._attend(q, k, v, k_cache, v_cache, batch, **given)
-        check(q, k_cache, window, softcap)
+        check(q, k_cache, window, softcap, sinks)
         key = PrefillByCudnn, few  # kept, as every layer reads its list of splits
         short = batch.derived.setdefault(key, replace(batch, max_query_len=few))
         few = plan_for(q, k_cache, few, self._tuning).few
@@ -277,13 +279,19 @@ def dense_tables(batch: AttentionMetadata, blocks: int) -> Tensor:
     return tables.clamp(0, blocks - 1).contiguous()
 
 
-def check(q: Tensor, k_cache: Tensor, window: int | None, softcap: float | None) -> None:
+def check(
+    q: Tensor,
+    k_cache: Tensor,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None = None,
+) -> None:
     """Raise KernelUnavailable for what cuDNN's paged attention is not asked to compute."""
     wrong = None
     if q.dtype not in (torch.bfloat16, torch.float16) or k_cache.dtype != q.dtype:
         wrong = f"queries of {q.dtype} over KV of {k_cache.dtype}; both must be one 16-bit type"
-    elif window is not None or softcap is not None:
-        wrong = "layers with a window or capped scores"
+    elif window is not None or softcap is not None or sinks is not None:
+        wrong = "layers with a window, capped scores or sinks"
     elif q.shape[2] > MOST_DIM or q.shape[2] % 8:
         wrong = f"heads of size {q.shape[2]}; they must be multiples of 8 up to {MOST_DIM}"
     if wrong is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from weft.kernels.float8 import Rounded
 from weft.kernels.hosted import HostedExperts
 from weft.kernels.parts import LayerParts, RoutedExperts, check_parts
-from weft.kernels.triton.activation import act_mul_for
+from weft.kernels.triton.activation import act_mul_for, gate
 from weft.kernels.triton.coded_matrix import CodedMatrix
 from weft.kernels.triton.gated import gated_product
 from weft.kernels.triton.gemm import SplitProduct
@@ -64,6 +64,7 @@ class TritonLayer:
         self._biases = parts.biases
         self._qkv: Matrix = matrices["qkv"]
         self._output: Matrix = matrices["output"]
+        self._output_gate: Matrix | None = matrices.get("output_gate")
         self._gate_up: Matrix | None = matrices.get("gate_up")
         self._down: Matrix | None = matrices.get("down")
         self._router: Matrix | None = matrices.get("router")
@@ -122,6 +123,7 @@ class TritonLayer:
     def end(self, attended: Tensor, residual: Tensor) -> Sum:
         """``post`` but for its last sum."""
         norms, biases = self._norms, self._biases
+        attended = self._gated_output(attended, residual)
         y = product(attended.flatten(1), self._output, biases.output_bias)  # [T, C]
         alone = self._gate_up if self._experts is None else None
         inputs = "float" if alone is None else alone.inputs
@@ -129,6 +131,14 @@ class TritonLayer:
             y, residual, norms.post_attention_norm, norms.mlp_norm, self._kind, inputs
         )
         return Sum(residual, self._feed_forward(x), norms.post_mlp_norm)
+
+    def _gated_output(self, attended: Tensor, residual: Tensor) -> Tensor:
+        """Attention's output [T, H, D] times the gate that the layer's input opens."""
+        matrix, kind = self._output_gate, self._shape.gating
+        if matrix is None or kind is None:
+            return attended
+        x = norm(residual, self._norms.input_norm, self._kind, matrix.inputs)
+        return gate(attended, linear(x, matrix, None), kind)
 
     def _feed_forward(self, x: Tensor | Rounded) -> Tensor | SplitProduct:
         if self._experts is not None:

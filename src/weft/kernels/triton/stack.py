@@ -34,6 +34,7 @@ class _Bound:
     scale: float
     window: int | None
     softcap: float | None
+    sinks: Tensor | None
 
 
 class TritonStack:
@@ -86,15 +87,16 @@ class TritonStack:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> None:
         """Append a layer.
 
         Args:
             places: which rope, of those appended before, and which KV group of a call it has.
-            caches: keys and values; like ``scale``, ``window`` and ``softcap`` those of
-                ``paged_attention``.
+            caches: keys and values; like ``scale``, ``window``, ``softcap`` and ``sinks`` those
+                of ``paged_attention``.
         """
-        self._layers.append(_Bound(layer, *places, *caches, scale, window, softcap))
+        self._layers.append(_Bound(layer, *places, *caches, scale, window, softcap, sinks))
 
     def run(self, ids: Tensor, positions: Tensor, groups: Sequence[AttentionMetadata]) -> Tensor:
         """Return the normalised hidden states [T, C].
@@ -159,7 +161,7 @@ class TritonStack:
         q = at.layer.begin(x, *turns[at.rope], places)
         return partial(
             self._attention, q, None, None, at.keys, at.values, batch,
-            scale=at.scale, window=at.window, softcap=at.softcap,
+            scale=at.scale, window=at.window, softcap=at.softcap, sinks=at.sinks,
         )  # fmt: skip
 
     def normed(self, layer: int, total: Sum) -> tuple[Tensor | Rounded, Tensor]:
