@@ -79,6 +79,26 @@ def _phi3(max_model_len: int, **values: Any) -> Case:
     return _case("Phi3ForCausalLM", "Phi3Config", max_model_len, **(common | values))
 
 
+def _muse(**values: Any) -> Case:
+    """Muse Glimmer with a vision tower of hardly any size."""
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "pos_emb_height": 4,
+        "pos_emb_width": 4,
+    }
+    towers = {"vision_config": vision, "out_hidden_size": 64, "projector_hidden_size": 16}
+    text = _sizes(rms_norm_eps=1e-5, **values)
+    return Case(
+        "MuseGlimmerForConditionalGeneration",
+        lambda: transformers.MuseGlimmerConfig(
+            text_config=text, tie_word_embeddings=text.get("tie_word_embeddings", False), **towers
+        ),
+    )
+
+
 def _gemma4(**values: Any) -> Case:
     common = {
         "head_dim": 16,
@@ -262,6 +282,21 @@ CASES: dict[str, Case] = {
         mlp_bias=True,
         num_key_value_heads=1,
         tie_word_embeddings=False,
+    ),
+    "muse-glimmer": _muse(
+        num_hidden_layers=5, head_dim=16, sliding_window=24, output_multiplier=0.6
+    ),
+    "muse-glimmer-layers": _muse(
+        head_dim=20,
+        num_key_value_heads=1,
+        layer_types=LAYERS_2_1,
+        layer_rope_theta=[0, 10000.0, 10000.0],
+        sliding_window=40,
+        qk_scale_factor=1.5,
+        output_multiplier=0.5,
+        final_logit_softcapping=8.0,
+        post_norm_eps=1e-3,
+        attention_bias=True,
     ),
     "olmo2": _case("Olmo2ForCausalLM", "Olmo2Config"),
     "olmo2-one-kv-head": _case(

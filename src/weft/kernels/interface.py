@@ -85,7 +85,7 @@ class ActMul(Protocol):
     def __call__(self, gate_up: Array, activation: str) -> Array: ...
 
 
-class Gate(Protocol):
+class GateHeads(Protocol):
     """See ``reference.gate``."""
 
     def __call__(self, x: Array, gates: Array, kind: str, /) -> Array: ...
@@ -318,7 +318,7 @@ class OpTable:
     rope: Rope
     angles: Angles
     act_mul: ActMul
-    gate: Gate
+    gate: GateHeads
     linear: Linear
     logits: Logits
     softcap: Softcap

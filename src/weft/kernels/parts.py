@@ -61,6 +61,7 @@ class LayerShape:
     norm_centred: bool = False  # norms subtract the mean first
     parallel_block: bool = False  # the MLP reads the residual that attention reads
     own_query_angles: bool = False  # angles are [T, 2R]: those of keys, then those of queries
+    post_eps: float | None = None  # of norms after attention and the MLP, if not ``norm_eps``
     gating: str | None = None  # ``sigmoid`` or ``softplus``, of a gate of attention's output
 
 
@@ -136,6 +137,7 @@ class StackParts:
         embedding_scale: multiplies embeddings; rounded to their dtype before.
         norm: [C], the weight of the final norm; ``norm_plus_one`` adds 1 to it, and with
             ``norm_centred`` it subtracts the mean first.
+        embedding_norm: embeddings are normalised without a weight.
     """
 
     embedding: Any
@@ -145,6 +147,7 @@ class StackParts:
     norm_plus_one: bool
     inputs: LayerInputs | None = None
     norm_centred: bool = False
+    embedding_norm: bool = False
 
 
 class Packed(Protocol):

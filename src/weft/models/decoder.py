@@ -39,7 +39,7 @@ from weft.models.layers import (
     project_qkv,
 )
 from weft.models.shard import Shard, shard_range
-from weft.models.spec import AttentionParams, ModelSpec
+from weft.models.spec import AttentionParams, LayerSpec, ModelSpec
 
 Caches = Seq[Seq[Array]]
 
@@ -74,6 +74,11 @@ class Decoder:
         self.final_norm: Array = weights.get("norm")  # [C], of the last stage
         self.lm_head = weights.get("embed" if spec.tied_embeddings else "lm_head")  # [V, C]
         self.layers = tuple(_layer_weights(number, weights) for number in range(spec.num_layers))
+        if spec.qk_norm and not spec.qk_norm_weighted:
+            self.layers = tuple(
+                replace(layer, qk_norm=self._plain_qk_norm(kind))
+                for kind, layer in zip(spec.layers, self.layers, strict=True)
+            )
         self.per_layer_embedding = weights.get("per_layer_embed")  # [V', L * P]
         self.per_layer_projection = weights.get("per_layer_projection")  # [L * P, C]
         self.per_layer_norm = weights.get("per_layer_norm")  # [P]
@@ -114,6 +119,17 @@ class Decoder:
         """A norm [C], which every stage has."""
         first = self.layers[0]
         return first.input_norm if self.spec.pre_norms else first.post_attention_norm
+
+    def _plain_qk_norm(self, kind: LayerSpec) -> Array:
+        """Weights [H + Hkv, D] that change nothing, for norms of Q and K without any."""
+        heads = self.spec.num_heads + (0 if kind.kv_source is not None else kind.num_kv_heads)
+        weight = empty(self._norm, (heads, kind.head_dim))
+        weight[:] = 0.0 if self.spec.norm_plus_one else 1.0
+        return weight
+
+    @property
+    def _final_plus_one(self) -> bool:
+        return self.spec.norm_plus_one and not self.spec.plain_final_norm
 
     def attention_params(self, layer: int) -> AttentionParams:
         """Return how this layer calls ``paged_attention`` and which group holds its cache."""
@@ -194,9 +210,10 @@ class Decoder:
             spec.embedding_scale,
             self.final_norm,
             spec.norm_eps,
-            spec.norm_plus_one,
+            self._final_plus_one,
             inputs,
             spec.norm_centred,
+            spec.embedding_norm,
         )
         stack = self.ops.fused.stack(parts)
         ropes = zip(spec.ropes, self._frequencies, self._query_scales, strict=True)
@@ -235,7 +252,10 @@ class Decoder:
     def embed(self, input_ids: Array) -> Array:
         """Return the token embeddings [T, C], scaled where the family scales them."""
         embedded = self._look_up(input_ids, self.embedding, self.spec.vocab_size)
-        return scaled(embedded, self.spec.embedding_scale)
+        embedded = scaled(embedded, self.spec.embedding_scale)
+        if self.spec.embedding_norm:
+            embedded = self.ops.rms_norm(embedded, None, self.spec.norm_eps, False)
+        return embedded
 
     def _look_up(self, ids: Array, table: Weight, size: int) -> Array:
         """Return the rows of ids [T] of a table of so many rows, each of which some rank has."""
@@ -313,13 +333,13 @@ class Decoder:
         y = ops.linear(attended.reshape(len(attended), -1), weights.output, weights.output_bias)
         y = ops.ranks.sum(y)  # [T, C], or a rank's rows of that
         if weights.post_attention_norm is not None:
-            y = ops.rms_norm(y, weights.post_attention_norm, spec.norm_eps, spec.norm_plus_one)
+            y = _post_norm(spec, y, weights.post_attention_norm, ops)
         before = ops.ranks.own(residual)
         residual = before + _added(spec, y)
         read = before if spec.parallel_block else residual
         y = feed_forward(spec, spec.layers[layer], weights, read, ops)
         if weights.post_mlp_norm is not None:
-            y = ops.rms_norm(y, weights.post_mlp_norm, spec.norm_eps, spec.norm_plus_one)
+            y = _post_norm(spec, y, weights.post_mlp_norm, ops)
         residual = ops.ranks.enter(residual + _added(spec, y))
         if inputs is not None:
             residual = add_per_layer_input(spec, weights, residual, inputs, ops)
@@ -328,8 +348,14 @@ class Decoder:
     def finish(self, residual: Array) -> Array:
         """Return the final norm of the residual [T, C]."""
         spec = self.spec
-        plus_one, centred = spec.norm_plus_one, spec.norm_centred
+        plus_one, centred = self._final_plus_one, spec.norm_centred
         return self.ops.rms_norm(residual, self.final_norm, spec.norm_eps, plus_one, centred)
+
+
+def _post_norm(spec: ModelSpec, y: Array, weight: Array, ops: OpTable) -> Array:
+    """Return the norm after attention or an MLP of y [T, C]."""
+    eps = spec.norm_eps if spec.post_norm_eps is None else spec.post_norm_eps
+    return ops.rms_norm(y, weight, eps, spec.norm_plus_one)
 
 
 def _added(spec: ModelSpec, y: Array) -> Array:

@@ -14,8 +14,8 @@ from weft.models.spec import LayerSpec, ModelSpec
 FULL, SLIDING = "full_attention", "sliding_attention"
 MULTIMODAL_PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 OTHER_TOWERS = (
-    r"(model\.)?(visual|vision_tower|audio_tower|multi_modal_projector|embed_vision|embed_audio)"
-    r"\..*"
+    r"(model\.)?(visual|vision_tower|vision_adapter|vision_projection|audio_tower|"
+    r"multi_modal_projector|embed_vision|embed_audio)\..*"
 )
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -195,12 +195,12 @@ def read_layer_types(config: ConfigReader, sizes: Sizes, default: Sequence[str])
     return list(found)
 
 
-def read_layer_bases(config: ConfigReader, sizes: Sizes, theta: float) -> list[float]:
-    """Read the rotary base of each layer, 0 for one that is not rotated; all ``theta`` by default.
+def read_layer_bases(config: ConfigReader, sizes: Sizes, default: Sequence[float]) -> list[float]:
+    """Read the rotary base of each layer, 0 for one that is not rotated.
 
     The embedding of a layer is otherwise that of the model.
     """
-    found = config.value("layer_rope_theta", [theta] * sizes.layers)
+    found = config.value("layer_rope_theta", list(default))
     good = isinstance(found, list) and all(
         isinstance(base, int | float) and not isinstance(base, bool) and 0 <= base < MOST_NUMBER
         for base in found

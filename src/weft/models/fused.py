@@ -23,6 +23,7 @@ def fusable(spec: ModelSpec, layer: LayerSpec, fused: Fused) -> bool:
     plain = plain and not (spec.qk_norm_whole or spec.qk_norm_rotated)
     plain = plain and not (spec.norm_centred or spec.parallel_block)
     plain = plain and not spec.ropes[layer.rope].query_scales
+    plain = plain and spec.post_norm_eps is None and not spec.embedding_norm
     return plain or fused.every_layer
 
 
@@ -68,6 +69,7 @@ def fuse(
         norm_centred=spec.norm_centred,
         parallel_block=spec.parallel_block,
         own_query_angles=bool(spec.ropes[layer.rope].query_scales),
+        post_eps=spec.post_norm_eps,
         gating=None if spec.output_gate is None else spec.output_gate.kind,
     )
     matrices = {name: getattr(weights, name) for name in MATRICES}

@@ -199,7 +199,7 @@ def _attention(spec: ModelSpec, layer: LayerSpec) -> Iterator[Parameter]:
         yield _output_gate(spec, layer, spec.num_heads if spec.output_gate.by_head else q_rows)
     if layer.sinks:
         yield _whole("sinks", "self_attn.sinks", (spec.num_heads,))
-    if spec.qk_norm:
+    if spec.qk_norm and spec.qk_norm_weighted:
         yield _by_halves(spec, layer, _qk_norm(spec, layer))
 
 

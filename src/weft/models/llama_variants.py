@@ -21,8 +21,8 @@ from weft.models.family import (
     read_window,
 )
 from weft.models.llama_like import llama_like, mistral
-from weft.models.rope_config import RopeContext, read_layer_ropes
-from weft.models.spec import CheckpointLayout, LayerSpec, ModelSpec, RopeSpec
+from weft.models.rope_config import RopeContext, read_layer_ropes, read_rope
+from weft.models.spec import CheckpointLayout, GateSpec, LayerSpec, ModelSpec, RopeSpec
 
 
 def no_rope(rope: RopeSpec) -> RopeSpec:
@@ -144,7 +144,7 @@ def granite_swa(config: ConfigReader, limit: int | None) -> ModelSpec:
     if window is None and SLIDING in kinds:
         config.refuse("layer_types", kinds, "sliding layers need sliding_window")
     rope = spec.ropes[0]
-    bases = read_layer_bases(config, sizes, rope.theta)
+    bases = read_layer_bases(config, sizes, [rope.theta] * sizes.layers)
     ropes = {base: replace(rope, theta=base) if base else no_rope(rope) for base in bases}
     return replace(
         spec,
@@ -355,6 +355,49 @@ def cohere2_vision(config: ConfigReader, limit: int | None) -> ModelSpec:
     return read_text_part(cohere2, config, limit)
 
 
+def _muse_text(config: ConfigReader, limit: int | None) -> ModelSpec:
+    """Gates of attention's output, norms of embeddings, Q and K without weights, layers without
+    rotation."""
+    config.assume(head_dim=128, rms_norm_eps=1e-5, sliding_window=2048)
+    sizes, window = read_sizes(config, limit), read_window(config)
+    last = sizes.layers - 1
+    default = [SLIDING if (last - i) % 4 else FULL for i in range(sizes.layers)]
+    kinds = read_layer_types(config, sizes, default)
+    rope = read_rope(config, sizes.rope_context())
+    bases = read_layer_bases(
+        config, sizes, [rope.theta if (last - i) % 4 else 0.0 for i in range(sizes.layers)]
+    )
+    bias = config.flag("attention_bias", False)
+    fields = read_common(config, sizes, activation="hidden_activation")
+    return ModelSpec(
+        layers=tuple(
+            sizes.layer(window=window if kind == SLIDING else None, rope=0 if base else 1)
+            for kind, base in zip(kinds, bases, strict=True)
+        ),
+        ropes=(rope, no_rope(rope)),
+        attention_scale=sizes.head_dim**-0.5 * config.number("qk_scale_factor", 3.87),
+        norm_plus_one=True,
+        plain_final_norm=True,
+        post_norms=True,
+        post_norm_eps=config.number("post_norm_eps", 1e-8),
+        embedding_norm=True,
+        qk_norm=True,
+        qk_norm_weighted=False,
+        qkv_bias=bias,
+        output_bias=bias,
+        output_gate=GateSpec("sigmoid"),
+        logit_scale=config.number("output_multiplier", 0.19611613513818404),
+        logit_softcap=config.number("final_logit_softcapping", 20.0),
+        **fields,
+    )
+
+
+def muse_glimmer(config: ConfigReader, limit: int | None) -> ModelSpec:
+    """The text model of Muse Glimmer, which also reads images and videos."""
+    config.ignore("out_hidden_size", "projector_hidden_size", "projector_hidden_act")
+    return read_text_part(_muse_text, config, limit)
+
+
 LLAMA_VARIANTS = (
     Family("smollm3", "SmolLM3ForCausalLM", "smollm3", smollm3),
     Family("seed_oss", "SeedOssForCausalLM", "seed_oss", seed_oss),
@@ -366,6 +409,7 @@ LLAMA_VARIANTS = (
     Family("olmo3", "Olmo3ForCausalLM", "olmo3", olmo3),
     Family("exaone4", "Exaone4ForCausalLM", "exaone4", exaone4),
     Family("glm", "GlmForCausalLM", "glm", glm),
+    Family("muse_glimmer", "MuseGlimmerForConditionalGeneration", "muse_glimmer", muse_glimmer),
     Family("glm4", "Glm4ForCausalLM", "glm4", glm4),
     Family(
         "ministral",

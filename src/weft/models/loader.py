@@ -240,6 +240,10 @@ class Checkpoint:
                     (matrix if expert is None else matrix[expert]).write(first, numbers)
                 continue
             matrices = list(matrix) if len(piece.shape) == 3 else [matrix]
+            if piece.transposed or piece.axis:  # of experts, which cannot be read row by row
+                for matrix, rows in zip(matrices, self._taken(piece), strict=True):
+                    matrix.write(first, rows)
+                continue
             height = piece.shape[-2]
             *_, taken_rows, taken_columns = piece.taken
             low, high, _ = taken_rows.indices(height)

@@ -214,7 +214,11 @@ class ModelSpec:
     parallel_block: bool = False  # the MLP reads the residual that attention reads, not its sum
     pre_norms: bool = True  # norms before attention and before the MLP
     post_norms: bool = False  # norms after attention and after the MLP
+    post_norm_eps: float | None = None  # of these; None: ``norm_eps``
+    plain_final_norm: bool = False  # it multiplies by its weight, whatever ``norm_plus_one``
+    embedding_norm: bool = False  # embeddings are normalised without a weight
     qk_norm: bool = False
+    qk_norm_weighted: bool = True  # with weights from the checkpoint
     qk_norm_whole: bool = False  # over all heads of Q and over all of K, in place of one a head
     qk_norm_rotated: bool = False  # after the rotation
     value_norm: bool = False  # V is normalised without a weight

@@ -188,6 +188,7 @@ class Layer:
     kv_heads: int
     head_size: int
     epsilon: float
+    post_epsilon: float
     activation: int
     value_is_key: bool
     value_norm: bool
@@ -243,6 +244,7 @@ class Stack:
     final_norm: int
     epsilon: float
     centred: bool
+    embedding_norm: bool
     def add_rope(
         self,
         frequencies: int,

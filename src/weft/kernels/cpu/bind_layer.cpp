@@ -103,6 +103,7 @@ void bind_layer(nb::module_& m) {
       .def_rw("kv_heads", &Layer::kv_heads)
       .def_rw("head_size", &Layer::head_size)
       .def_rw("epsilon", &Layer::epsilon)
+      .def_rw("post_epsilon", &Layer::post_epsilon)
       .def_rw("router", &Layer::router)
       .def_rw("experts", &Layer::experts)
       .def_rw("routing", &Layer::routing)

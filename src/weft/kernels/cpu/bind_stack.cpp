@@ -155,6 +155,7 @@ void bind_stack(nb::module_& m) {
           "final_norm",
           [](const Stack& stack) { return reinterpret_cast<uintptr_t>(stack.final_norm); },
           [](Stack& stack, uintptr_t at) { stack.final_norm = reinterpret_cast<const float*>(at); })
+      .def_rw("embedding_norm", &Stack::embedding_norm)
       .def_rw("epsilon", &Stack::epsilon)
       .def_rw("centred", &Stack::centred)
       .def("add_rope", &add_rope)

@@ -53,7 +53,7 @@ struct Layer {
   bool value_is_key = false;  // values are the keys before their norm and rotation
   bool value_norm = false;    // values are normalised, without a weight
   float residual_scale = 1;   // multiplies what attention and MLP or experts add
-  float epsilon = 0;
+  float epsilon = 0, post_epsilon = 0;  // post: of the norms after attention and MLP or experts
   bool centred = false;       // norms subtract the mean first
   bool parallel = false;      // the MLP reads the residual that attention reads
   // Angles are [tokens, half] of keys and then of queries, in one row of 2 * half.

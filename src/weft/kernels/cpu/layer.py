@@ -70,6 +70,7 @@ class CpuLayer:
         native.parallel = shape.parallel_block
         native.own_query_angles = shape.own_query_angles
         native.epsilon = shape.norm_eps
+        native.post_epsilon = shape.norm_eps if shape.post_eps is None else shape.post_eps
         native.activation = ACTIVATIONS[shape.activation]
         if shape.gating is not None:
             native.gating = GATINGS[shape.gating]

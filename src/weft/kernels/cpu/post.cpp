@@ -62,15 +62,20 @@ class Post {
     return product.matrix == nullptr ? 0 : product.items();
   }
   void norm(const float* weight, Rows from, Rows add, Rows to, int64_t token) const {
-    kernels_.norm(type_, {weight, layer_.epsilon, layer_.centred}, from.row(token),
+    norm_by(layer_.epsilon, weight, from, add, to, token);
+  }
+  void norm_by(float epsilon, const float* weight, Rows from, Rows add, Rows to,
+                int64_t token) const {
+    kernels_.norm(type_, {weight, epsilon, layer_.centred}, from.row(token),
                   add.data == nullptr ? nullptr : add.row(token), to.row(token), hidden_);
   }
 
   // The sum of a residual and what is added to it, normalised and scaled where the layer does that.
   void add(const float* weight, Rows added, Rows residual, Rows to, int64_t token) const {
-    if (weight != nullptr && !scaled_) return norm(weight, added, residual, to, token);
+    const float epsilon = layer_.post_epsilon;
+    if (weight != nullptr && !scaled_) return norm_by(epsilon, weight, added, residual, to, token);
     char* const row = added.row(token);
-    if (weight != nullptr) norm(weight, added, {}, added, token);
+    if (weight != nullptr) norm_by(epsilon, weight, added, {}, added, token);
     if (scaled_) kernels_.scale(type_, layer_.residual_scale, row, nullptr, row, hidden_);
     kernels_.scale(type_, 1.0f, row, residual.row(token), to.row(token), hidden_);
   }

@@ -28,11 +28,16 @@ void embed(const Stack& stack, const int64_t* ids, int64_t tokens, Rows to, int6
   } else {
     gather_rows(stack.table, ids, tokens, to.data);
   }
-  if (stack.embedding_scale == 1.0f) return;
+  const bool scaled = stack.embedding_scale != 1.0f;
+  if (!scaled && !stack.embedding_norm) return;
   const PanelKernels& kernels = *chosen_isa().panel;
   Phases phases;
   phases.add_tokens(tokens, [&](int64_t token) {
-    kernels.scale(type, stack.embedding_scale, to.row(token), nullptr, to.row(token), hidden);
+    char* const row = to.row(token);
+    if (scaled) kernels.scale(type, stack.embedding_scale, row, nullptr, row, hidden);
+    if (stack.embedding_norm) {
+      kernels.norm(type, {nullptr, stack.epsilon}, row, nullptr, row, hidden);
+    }
   });
   phases.run(tokens > piece);
 }

@@ -41,6 +41,7 @@ struct Stack {
   const Matrix* packed = nullptr;    // the embedding as a packed matrix, or else
   Tensor table{};                    // as [vocabulary, hidden], of the layers' type
   float embedding_scale = 1;         // multiplies embeddings, rounded to their type
+  bool embedding_norm = false;       // they are normalised then, without a weight
   LayerInputs inputs{};              // without a projection there are none
   std::vector<Rope> ropes;
   std::vector<StackLayer> layers;

@@ -55,6 +55,7 @@ class CpuStack:
             self._kept.append(table)
         native.embedding_scale = self._rounded(parts.embedding_scale)
         native.final_norm = self._weight(parts.norm, parts.norm_plus_one)
+        native.embedding_norm = parts.embedding_norm
         native.epsilon, native.centred = parts.norm_eps, parts.norm_centred
         if parts.inputs is not None:
             self._add_inputs(parts.inputs, parts.norm_plus_one)

@@ -50,10 +50,12 @@ class TritonStack:
             tuning: where the launches of attention come from; without one by rule.
 
         Raises:
-            ValueError: the model has per-layer inputs.
+            ValueError: the model has per-layer inputs, or norms of its embeddings.
         """
-        if parts.inputs is not None:
-            raise ValueError("models with per-layer inputs run op by op on a GPU")
+        if parts.inputs is not None or parts.embedding_norm:
+            raise ValueError(
+                "models with per-layer inputs or norms of embeddings run op by op on a GPU"
+            )
         self._attention = attention_by(tuning)
         self._table = parts.embedding
         self._scale = torch.tensor(parts.embedding_scale, dtype=parts.norm.dtype).item()
