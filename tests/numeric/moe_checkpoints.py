@@ -43,6 +43,33 @@ def moe_cases(
             tie_word_embeddings=True,
             **(EXPERTS | {"num_experts_per_tok": 3}),
         ),
+        "gpt-oss": case(
+            "GptOssForCausalLM",
+            "GptOssConfig",
+            num_hidden_layers=4,
+            head_dim=16,
+            num_local_experts=6,
+            num_experts_per_tok=3,
+            intermediate_size=40,
+            sliding_window=24,
+            rope_parameters=rope(
+                "yarn", factor=4.0, truncate=False, original_max_position_embeddings=64
+            ),
+        ),
+        "gpt-oss-one-kv-head": case(
+            "GptOssForCausalLM",
+            "GptOssConfig",
+            head_dim=32,
+            num_key_value_heads=1,
+            num_local_experts=4,
+            num_experts_per_tok=1,
+            intermediate_size=64,
+            layer_types=layers,
+            sliding_window=40,
+            rope_parameters=rope("default"),
+            attention_bias=False,
+            tie_word_embeddings=True,
+        ),
         "minimax-m2-moe": case(
             "MiniMaxM2ForCausalLM",
             "MiniMaxM2Config",

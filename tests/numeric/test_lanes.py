@@ -41,7 +41,13 @@ from weft.exec.workspace import StepSizes, workspace_bytes
 from weft.models.decoder import Decoder
 
 PARTS = {"embed", "pre", "post", "finish", "logits", "score"}
-FEW = {("llama-gqa", None), ("gemma3", Dawdler), ("qwen3-moe-mixed", None)}
+FEW = {
+    ("llama-gqa", None),
+    ("gemma3", Dawdler),
+    ("qwen3-moe-mixed", None),
+    ("gpt-oss", None),
+    ("muse-glimmer", None),
+}
 CASES = [*((name, None) for name in FAMILIES), ("gemma3", Dawdler), ("llama-gqa", Sluggard)]
 
 

@@ -46,6 +46,8 @@ FAMILIES = {
     "qwen3-moe-mixed": {"dtype": "bfloat16"},
     "gemma4-moe-key-is-value": {"prefix_caching": False},
     "gemma4-shared-kv-alone": {},
+    "gpt-oss": {},
+    "muse-glimmer": {},
 }
 # Layers that read other layers' KV, without the per-layer inputs of real models with such layers.
 SHARED_KV = Case(
