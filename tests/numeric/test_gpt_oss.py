@@ -7,21 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from checkpoints import (
-    CASES,
     build,
     edit_config,
     prompt,
-    randomise,
     reference_logits,
     save,
     save_with_tokenizer,
 )
+from mxfp4_checkpoint import save_in_mxfp4
 from paged import PagedRunner, run_chunks
-from safetensors.torch import load_file, save_file
 from tight_kv import least_kv_memory, run, settings_for, traffic
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from depth import deep
 from weft.core.errors import UnsupportedModelError
@@ -38,31 +34,8 @@ TOKENS = prompt(120)
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory) -> tuple[Path, Any]:
-    """A checkpoint as published ones are, and the reference with what its blocks stand for.
-
-    What they stand for says the reference's own function.
-    """
-    config = CASES["gpt-oss"].config()
-    config.intermediate_size, config._attn_implementation = 96, "eager"
-    model = transformers.GptOssForCausalLM(config).eval().requires_grad_(False)
-    randomise(model, 0)
-    folder = save(model, tmp_path_factory.mktemp("mxfp4"))
-    tensors = load_file(folder / "model.safetensors")
-    torch.manual_seed(0)
-    for number, layer in enumerate(model.model.layers):
-        for part in ("gate_up_proj", "down_proj"):
-            weight = getattr(layer.mlp.experts, part)  # [E, inputs, outputs]
-            name = f"model.layers.{number}.mlp.experts.{part}"
-            count, inputs, outputs = weight.shape
-            shape = (count, outputs, inputs // 32)
-            blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
-            scales = torch.randint(122, 126, shape, dtype=torch.uint8)
-            weight.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
-            del tensors[name]
-            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-    save_file(tensors, folder / "model.safetensors")
-    edit_config(folder, quantization_config={"quant_method": "mxfp4"})
-    return folder, model
+    folder = tmp_path_factory.mktemp("mxfp4")
+    return folder, save_in_mxfp4(folder)
 
 
 def load(folder: Path, kernels: str = "reference", **more: Any) -> Decoder:

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from checkpoints import CASES, build, prompt, save
+from mxfp4_checkpoint import save_in_mxfp4
 from paged import PagedRunner, Rows
 
 import where
@@ -20,9 +21,25 @@ from weft.models.loader import load_model
 
 CPU, DEVICE = torch.device("cpu"), torch.device(where.NAME)
 TOLERANCE = 1e-4  # absolute, on float32 logits
-FAMILIES = ["qwen3-full", "gemma4-shared-kv", "qwen3-moe", "glm4-moe", "qwen2-moe"]
+FAMILIES = [
+    "qwen3-full",
+    "gemma4-shared-kv",
+    "qwen3-moe",
+    "gpt-oss",
+    "glm4-moe",
+    "qwen2-moe",
+]
 FAMILIES += [pytest.param(name, marks=deep_on_cpu) for name in ("qwen2-window", "phi4-partial")]
-DEEP = ("gemma2", "glm4", "granite", "hunyuan", "olmo3", "smollm3-windows")
+DEEP = (
+    "granite-swa",
+    "muse-glimmer",
+    "gemma2",
+    "glm4",
+    "granite",
+    "hunyuan",
+    "olmo3",
+    "smollm3-windows",
+)
 DEEP += ("glm4-moe-groups", "minimax-m2-moe", "mixtral-moe-window", "qwen2-moe-mixed", "ernie-moe")
 DEEP += ("olmoe", "dots1-moe-windows", "granite-moe", "granite-moe-shared", "exaone-moe", "hy3-moe")
 FAMILIES += [pytest.param(name, marks=deep_on_cpu) for name in DEEP]
@@ -59,6 +76,20 @@ def test_logits_are_those_of_plain_torch(name, tmp_path) -> None:
         for runner in runners:
             gap = (torch.cat(runner.step(rows)) - truth).abs().max().item()
             assert gap < TOLERANCE, f"logits differ by {gap:.2e}"
+
+
+def test_experts_in_mxfp4_are_those_of_plain_torch(tmp_path) -> None:
+    """Blocks as gpt-oss stores them, with biases, beside sinks."""
+    save_in_mxfp4(tmp_path)
+    plain, decoder = (
+        load_model(tmp_path, "float32", None, select_ops(device, "float32", kernels))
+        for device, kernels in (("cpu", "reference"), (str(DEVICE), "triton"))
+    )
+    runners = PagedRunner(plain), PagedRunner(decoder, bound=True)
+    for rows in STEPS:
+        truth, found = (torch.cat(runner.step(rows)) for runner in runners)
+        assert truth.std() > 0.3
+        assert (found - truth).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", pytest.param("qwen3-moe", marks=deep_on_cpu)])
