@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeAlias
 from weft.kernels.advance import Advance
 from weft.kernels.arrays import Array
 from weft.kernels.collectives import ALONE, ONE_STAGE, Collectives, Link
+from weft.kernels.delta import BindDelta
 from weft.kernels.hosted import AwaitAnswer, await_answer
 from weft.kernels.lanes import LaneOps
 from weft.kernels.parts import LayerParts, StackParts
@@ -347,6 +348,7 @@ class OpTable:
     packed: PackedMatrices | None = None
     tuning: Tuning | None = None  # where launches come from, of the ops of ``TUNED``
     isa: str = ""  # the instruction set of native kernels
+    delta: BindDelta | None = None  # recurrent layers; None: there is no kernel for them
     await_answer: AwaitAnswer = await_answer  # of a host that computes experts; can be captured
 
     @property

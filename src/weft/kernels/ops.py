@@ -101,7 +101,7 @@ def _no_kernel(kernels: str, device: str) -> KernelUnavailable:
 
 def _reference_ops(device: str, weights: Mapping[str, str]) -> OpTable:
     torch = _torch("kernels='reference'")
-    from weft.kernels import float8, reference, reference_sampling
+    from weft.kernels import float8, reference, reference_delta, reference_sampling
 
     where = torch.device(device)
     stored = {op: f"torch, {weights[op]} weights" if op in weights else "torch" for op in WEIGHTED}
@@ -149,6 +149,7 @@ def _reference_ops(device: str, weights: Mapping[str, str]) -> OpTable:
             "verify_drafts": "reference",
             "advance": "reference",
         },
+        delta=reference_delta.ReferenceDelta,
     )
 
 
@@ -182,6 +183,7 @@ def _native_ops(dtype: str, weights: Mapping[str, str]) -> OpTable:
     try:
         from weft.kernels.cpu import (
             attention,
+            delta,
             experts,
             isa,
             layer,
@@ -243,6 +245,7 @@ def _native_ops(dtype: str, weights: Mapping[str, str]) -> OpTable:
             "advance": "python",
         },
         isa=isa.chosen_isa(),
+        delta=delta.CpuDelta,
     )
 
 

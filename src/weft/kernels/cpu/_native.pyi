@@ -35,6 +35,20 @@ def isa() -> str: ...
 def machine_isas() -> list[str]: ...
 def isas() -> list[str]: ...
 def use_isa(isa: str) -> None: ...
+def advance_delta(
+    shape: tuple[int, ...],
+    weights: tuple[int, ...],
+    epsilon: float,
+    matrices: int,
+    inputs: int,
+    bounds: NDArray[np.int32],
+    reads: NDArray[np.int32],
+    writes: NDArray[np.int32],
+    marks: NDArray[np.int32],
+    x: _View,
+    gates: _View,
+    out: int,
+) -> None: ...
 
 layout_version: int
 

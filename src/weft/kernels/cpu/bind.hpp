@@ -9,6 +9,7 @@
 weft::Tensor tensor_of(const char* name, nanobind::tuple view);
 
 void bind_decode(nanobind::module_& m);
+void bind_delta(nanobind::module_& m);
 void bind_expert_server(nanobind::module_& m);
 void bind_host(nanobind::module_& m);
 void bind_layer(nanobind::module_& m);

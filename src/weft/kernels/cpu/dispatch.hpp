@@ -4,6 +4,7 @@
 #include <string_view>
 #include <vector>
 
+#include "delta.hpp"
 #include "panel.hpp"
 #include "quant.hpp"
 #include "rate.hpp"
@@ -20,6 +21,7 @@ struct Isa {
   const QuantKernels* quant;
   const RateKernels* rate;
   const ScanKernels* scan;
+  const DeltaKernels* delta;
 };
 
 // Names of those that this machine can run, compiled or not, in the order of `runnable_isas`.

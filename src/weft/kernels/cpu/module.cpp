@@ -119,6 +119,7 @@ NB_MODULE(_native, m) {
     throw nb::value_error(("this machine cannot run instruction set '" + isa + "'").c_str());
   }, nb::arg("isa"));
   bind_decode(m);
+  bind_delta(m);
   bind_expert_server(m);
   bind_host(m);
   bind_matrix(m);

@@ -1,0 +1,88 @@
+// Compiled once per instruction set (CMakeLists.txt), with WEFT_ISA naming it; what panel.cpp says of
+// headers holds here, too.
+#include "delta.hpp"
+
+#include "simd.hpp"
+
+#define WEFT_JOIN(a, b) a##b
+#define WEFT_NAME(a, b) WEFT_JOIN(a, b)
+
+namespace weft {
+namespace {
+
+typedef float column __attribute__((vector_size(4 * kSlab)));  // however wide the registers are
+typedef column column_at __attribute__((aligned(4), may_alias));
+
+inline column columns(const float* p) { return *reinterpret_cast<const column_at*>(p); }
+inline void put(float* p, column v) { *reinterpret_cast<column_at*>(p) = v; }
+
+inline vec numbers(DType type, const char* row, int64_t i) {
+  return type == DType::f32 ? read<DType::f32>(row + 4 * i) : read<DType::bf16>(row + 2 * i);
+}
+
+inline float root(float x) { return 1.0f / __builtin_sqrtf(x); }
+
+// Sizes are multiples of 16, so of W.
+void convolve(const float* weights, const TapInput* inputs, int64_t taps, int64_t channels,
+              float* out) {
+  for (int64_t c = 0; c < channels; c += W) {
+    vec sum{};
+    for (int64_t tap = 0; tap < taps; ++tap) {
+      if (inputs[tap].numbers == nullptr) continue;
+      sum += load(weights + tap * channels + c) * numbers(inputs[tap].type, inputs[tap].numbers, c);
+    }
+    store(out + c, sum * sigmoid(sum));
+  }
+}
+
+float dot(const float* a, const float* b, int64_t size) {
+  vec sum{};
+  for (int64_t i = 0; i < size; i += W) sum += load(a + i) * load(b + i);
+  return sum_of(sum);
+}
+
+void normalise(float* row, int64_t size, float scale) {
+  const float factor = scale * root(dot(row, row, size) + 1e-6f);
+  for (int64_t i = 0; i < size; i += W) store(row + i, load(row + i) * factor);
+}
+
+void step(float* slab, int64_t key_dim, const DeltaToken& token) {
+  column by_key[2] = {}, by_query[2] = {};
+  for (int64_t i = 0; i < key_dim; i += 2) {
+    for (int64_t j = 0; j < 2; ++j) {
+      const column row = columns(slab + (i + j) * kSlab);
+      by_key[j] += row * token.k[i + j];
+      by_query[j] += row * token.q[i + j];
+    }
+  }
+  const float g = token.decay;
+  const column delta = (columns(token.v) - (by_key[0] + by_key[1]) * g) * token.rate;
+  put(token.out, (by_query[0] + by_query[1]) * g + delta * token.product);
+  for (int64_t i = 0; i < key_dim; ++i) {
+    put(slab + i * kSlab, columns(slab + i * kSlab) * g + delta * token.k[i]);
+  }
+}
+
+template <DType type>
+void gate_as(const float* x, const float* weight, const char* gates, int64_t size, float epsilon,
+             char* out) {
+  const float factor = root(dot(x, x, size) / static_cast<float>(size) + epsilon);
+  for (int64_t i = 0; i < size; i += W) {
+    const vec z = read<type>(gates + i * size_of(type));
+    write<type>(out + i * size_of(type),
+                load(x + i) * factor * load(weight + i) * (z * sigmoid(z)));
+  }
+}
+
+void gate(DType type, const float* x, const float* weight, const char* gates, int64_t size,
+          float epsilon, char* out) {
+  if (type == DType::f32) return gate_as<DType::f32>(x, weight, gates, size, epsilon, out);
+  gate_as<DType::bf16>(x, weight, gates, size, epsilon, out);
+}
+
+}  // namespace
+
+extern const DeltaKernels WEFT_NAME(delta_kernels_, WEFT_ISA);
+const DeltaKernels WEFT_NAME(delta_kernels_, WEFT_ISA) = {convolve, normalise, dot, step, gate};
+
+}  // namespace weft

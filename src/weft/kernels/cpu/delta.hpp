@@ -1,0 +1,91 @@
+// The gated delta rule (Yang et al. 2024): a short convolution, a recurrence over a matrix for each
+// value head, and a gated norm. delta.cpp is compiled once per instruction set; dispatch.hpp picks
+// the one that runs.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "tensor.hpp"
+
+namespace weft {
+
+constexpr int64_t kSlab = 16;       // columns of a head's matrix that are computed together
+constexpr int64_t kMostTaps = 16;   // inputs that a convolution reads for each output
+constexpr int64_t kMostKeys = 256;  // rows of a head's matrix
+
+struct DeltaShape {
+  int64_t key_heads, value_heads, key_dim, value_dim, taps;
+
+  int64_t keys() const { return key_heads * key_dim; }
+  int64_t values() const { return value_heads * value_dim; }
+  int64_t channels() const { return 2 * keys() + values(); }  // of q, k and v, in this order
+  int64_t matrices() const { return value_heads * key_dim * value_dim; }  // numbers of a state
+};
+
+// Where the input of one tap of a convolution lies; nullptr for zeros.
+struct TapInput {
+  const char* numbers;
+  DType type;
+};
+
+// A token of one slab, as the recurrence reads it.
+struct DeltaToken {
+  const float* q;  // [key_dim], normalised and scaled
+  const float* k;  // [key_dim], normalised
+  const float* v;  // [kSlab]
+  float product;   // k q
+  float decay;     // g
+  float rate;      // beta
+  float* out;      // [kSlab]
+};
+
+struct DeltaKernels {
+  // out[c] = silu(sum of weights[tap][c] * inputs[tap][c]).
+  void (*convolve)(const float* weights, const TapInput* inputs, int64_t taps, int64_t channels,
+                   float* out);
+  // row *= scale / sqrt(sum of squares + 1e-6).
+  void (*normalise)(float* row, int64_t size, float scale);
+  float (*dot)(const float* a, const float* b, int64_t size);
+  // With S [key_dim][kSlab]: delta = beta (v - g S^T k), out = g S^T q + (k q) delta,
+  // S = g S + k delta^T.
+  void (*step)(float* slab, int64_t key_dim, const DeltaToken& token);
+  // out = x / sqrt(mean of squares + epsilon) * weight * silu(gate).
+  void (*gate)(DType type, const float* x, const float* weight, const char* gate, int64_t size,
+               float epsilon, char* out);
+};
+
+// The parameters of a layer, in float32.
+struct DeltaWeights {
+  const float* conv;   // [taps][channels]
+  const float* decay;  // [value_heads]: -exp(A_log)
+  const float* bias;   // [value_heads]: of the time step
+  const float* norm;   // [value_dim]
+  float epsilon;
+};
+
+// States of a layer by slot, in float32.
+struct DeltaStates {
+  float* matrices;  // [slots][value_heads][value_dim / kSlab][key_dim][kSlab]
+  float* inputs;    // [slots][taps - 1][channels]: the last inputs of the convolution
+};
+
+struct DeltaMark {
+  int32_t token, slot;  // the state after this token of the batch goes to the slot, too
+};
+
+struct DeltaBatch {
+  std::span<const int32_t> bounds;         // [R + 1]: where the tokens of each row begin
+  std::span<const int32_t> reads, writes;  // [R]: slots; zeros are read for -1
+  std::span<const DeltaMark> marks;        // by token
+};
+
+// Computes all rows of a batch. No row may read a slot that another one writes.
+//
+// x: [T, channels + values] what the convolution reads, then the gates of the norm;
+// gates: [T, 2 * value_heads] in the type of x: of beta, then of the decay;
+// out: [T, values] in the type of x.
+void advance_delta(const DeltaShape& shape, const DeltaWeights& weights, const DeltaStates& states,
+                   const DeltaBatch& batch, const Tensor& x, const Tensor& gates, char* out);
+
+}  // namespace weft

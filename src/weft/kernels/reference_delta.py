@@ -1,0 +1,85 @@
+"""The gated delta rule in plain torch, token by token: the truth of the tests of every kernel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from weft.kernels.delta import DeltaParts, LayerStates, StateBatch
+
+
+class ReferenceDelta:
+    """A layer by the gated delta rule (Yang et al. 2024, equation 10), as Qwen3-Next has it.
+
+    With S [Dk, Dv] of a value head, in float32, token by token: ``delta = beta (v - g S^T k)``,
+    ``o = g S^T q + (k q) delta``, ``S = g S + k delta^T``. A token's result depends on the state
+    before it and on nothing else, wherever a prompt is cut.
+    """
+
+    def __init__(self, parts: DeltaParts) -> None:
+        self._shape, self._eps = parts.shape, parts.norm_eps
+        self._conv = parts.conv.float().T.contiguous()  # [K, channels]
+        self._decay = -parts.decay.float().exp()  # [Hv]
+        self._bias, self._norm = parts.bias.float(), parts.norm.float()
+
+    def __call__(self, x: Tensor, gates: Tensor, states: LayerStates, batch: StateBatch) -> Tensor:
+        """Return [T, Hv, Dv] in the dtype of x, and write the states of all rows.
+
+        Args:
+            x: [T, channels + Hv * Dv]: q, k and v before the convolution, then the norm's gate.
+            gates: [T, 2 Hv]: those of beta, then of the time step.
+        """
+        shape, heads = self._shape, self._shape.value_heads
+        mixed, z = x[:, : shape.channels].float(), x[:, shape.channels :].float()
+        beta = gates[:, :heads].float().sigmoid()  # [T, Hv]
+        step = functional.softplus(gates[:, heads:].float() + self._bias)
+        decay = (self._decay * step).exp()  # [T, Hv]
+        out = torch.zeros(len(x), heads, shape.value_dim)
+        bounds, marks = batch.bounds.tolist(), dict(batch.marks.tolist())
+        for row, read in enumerate(batch.reads.tolist()):
+            inputs = torch.zeros(shape.kept_inputs) if read < 0 else states.inputs[read]
+            matrix = torch.zeros(shape.matrix) if read < 0 else states.matrices[read].clone()
+            matrix = matrix.view(heads, shape.key_dim, shape.value_dim)
+            start, stop = bounds[row], bounds[row + 1]
+            inputs = torch.cat((inputs, mixed[start:stop]))  # [K - 1 + n, channels]
+            q, k, v = self._convolve(inputs, stop - start)
+            for token in range(start, stop):
+                at = token - start
+                g = decay[token].view(-1, 1, 1)
+                by_key = (matrix * k[at].unsqueeze(-1)).sum(1)  # [Hv, Dv]
+                by_query = (matrix * q[at].unsqueeze(-1)).sum(1)
+                delta = (v[at] - g[:, 0] * by_key) * beta[token].unsqueeze(-1)
+                product = (k[at] * q[at]).sum(-1, keepdim=True)
+                out[token] = g[:, 0] * by_query + product * delta
+                matrix = g * matrix + k[at].unsqueeze(-1) * delta.unsqueeze(1)
+                if token in marks:
+                    _write(states, marks[token], matrix, inputs[at + 1 :][: shape.taps - 1])
+            _write(states, int(batch.writes[row]), matrix, inputs[stop - start :])
+        return self._gated_norm(out, z).to(x.dtype)
+
+    def _convolve(self, inputs: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q and k [n, Hv, Dk] and v [n, Hv, Dv] of the last ``count`` inputs."""
+        shape = self._shape
+        mixed = torch.zeros(count, shape.channels)
+        for tap, weight in enumerate(self._conv):
+            mixed = mixed + inputs[tap : tap + count] * weight
+        q, k, v = torch.split(
+            functional.silu(mixed), [shape.keys, shape.keys, shape.values], dim=-1
+        )
+        each = shape.value_heads // shape.key_heads
+        q, k = (
+            (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(each, 1)
+            for part in (p.view(count, shape.key_heads, shape.key_dim) for p in (q, k))
+        )
+        return q * shape.key_dim**-0.5, k, v.view(count, shape.value_heads, shape.value_dim)
+
+    def _gated_norm(self, x: Tensor, z: Tensor) -> Tensor:
+        """Normalise x [T, Hv, Dv] and multiply by silu of the gate z [T, Hv * Dv]."""
+        x = x * (x.square().mean(-1, keepdim=True) + self._eps).rsqrt() * self._norm
+        return x * functional.silu(z).view(x.shape)
+
+
+def _write(states: LayerStates, slot: int, matrix: Tensor, inputs: Tensor) -> None:
+    states.matrices[slot] = matrix.flatten(1)
+    states.inputs[slot] = inputs
