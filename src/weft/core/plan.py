@@ -107,6 +107,23 @@ class KVMove(NamedTuple):
         return sum(block >= 0 for blocks in self.source for block in blocks)
 
 
+NO_STATE = -1  # in place of a slot: zeros
+
+
+class RowState(NamedTuple):
+    """Slots of recurrent state of a row: none is read by a step that writes it.
+
+    Attributes:
+        read: the state before the row's tokens; ``NO_STATE`` before the first one.
+        write: gets the state after them.
+        marks: (tokens of the sequence, slot) that gets the state after so many, in their order.
+    """
+
+    read: int
+    write: int
+    marks: tuple[tuple[int, int], ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class SubBatch:
     """Rows that run through the layers together; the tuples are parallel.
@@ -121,6 +138,7 @@ class SubBatch:
             layer, and from which each layer's new KV leaves as soon as it is computed.
         drafts: by row, guesses of the tokens after the last one that it computes. They are computed
             as well, and those that come out as guessed are kept.
+        states: by row, of a model with recurrent layers; else empty. Such rows have no drafts.
     """
 
     rows: tuple[int, ...]
@@ -129,6 +147,7 @@ class SubBatch:
     samples: tuple[bool, ...]
     tiers: tuple[Tier, ...] = ()
     drafts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    states: tuple[RowState, ...] = ()
 
     @property
     def num_tokens(self) -> int:

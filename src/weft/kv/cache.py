@@ -21,38 +21,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from functools import partial
 from math import lcm
 
 from weft.core.errors import InvariantError
 from weft.kv.disk_cache import DiskCache
+from weft.kv.group import GroupSpec as GroupSpec
 from weft.kv.hashing import HashChain
 from weft.kv.host_prefixes import HostPrefixes
 from weft.kv.lower_prefixes import LowerPrefixes
 from weft.kv.pool import BlockPool
 from weft.kv.record import BlockRecord
+from weft.kv.states import StateSlots
 from weft.kv.table import Table
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSpec:
-    """Layers that share a block table: full attention, or sliding with a window in tokens."""
-
-    name: str
-    block_size: int
-    num_blocks: int
-    window: int | None = None
-
-    def first_block(self, position: int) -> int:
-        """Index of the first block that a query at ``position`` or later can read."""
-        if self.window is None:
-            return 0
-        return max(0, position - self.window) // self.block_size
-
-    def blocks_to_hold(self, start: int, upto: int) -> int:
-        """Blocks that tokens [0, upto) occupy when queries start at ``start``."""
-        return -(-upto // self.block_size) - self.first_block(start)
 
 
 class KVCache:
@@ -63,7 +44,9 @@ class KVCache:
         host, disk: keep the blocks of prefixes that memory gives up.
 
     Attributes:
+        groups: those of attention, whose blocks sequences have tables of.
         lower: the prefixes there; None without such a level.
+        states: the slots of recurrent layers; None without any.
     """
 
     def __init__(
@@ -77,7 +60,10 @@ class KVCache:
     ) -> None:
         if not groups:
             raise InvariantError("a KV cache needs at least one group")
-        self.groups = tuple(groups)
+        self.groups = tuple(group for group in groups if not group.recurrent)
+        recurrent = [group for group in groups if group.recurrent]
+        if len(recurrent) > 1 or (recurrent and (not self.groups or host or disk)):
+            raise InvariantError("states need layers of attention beside them, in one tier")
         below = prefix_caching and (host is not None or disk is not None)
         self.lower = LowerPrefixes(self, host, disk) if below else None
         self.pools = tuple(
@@ -85,14 +71,19 @@ class KVCache:
                 group.num_blocks,
                 None if self.lower is None else partial(self.lower.evicted, index),
             )
-            for index, group in enumerate(groups)
+            for index, group in enumerate(self.groups)
         )
         self.prefix_caching = prefix_caching
         self.alignment = lcm(*(group.block_size for group in groups))
+        self.states: StateSlots | None = None
+        for group in recurrent:
+            self.states = StateSlots(
+                group.num_blocks, self.groups[0].block_size, self.alignment, marks=prefix_caching
+            )
         self._tables: dict[int, Table] = {}
         self._chains: dict[int, dict[int, HashChain]] = {} if chains is None else chains
         self._zero: list[tuple[int, int]] = []
-        self._block_sizes = tuple((i, group.block_size) for i, group in enumerate(groups))
+        self._block_sizes = tuple((i, group.block_size) for i, group in enumerate(self.groups))
 
     # -- opening: the prefix cache ------------------------------------------------------------
 
@@ -110,6 +101,8 @@ class KVCache:
         del self._chains[sequence_id]
         if self.lower is not None:
             self.lower.forget(sequence_id)
+        if self.states is not None:
+            self.states.forget(sequence_id)
 
     def open(self, sequence_id: int, hit: int, loaded: int = 0) -> None:
         """Make the table of a sequence, sharing the blocks of its first ``hit`` tokens.
@@ -139,6 +132,15 @@ class KVCache:
                 table.blocks[index].append(pool.take_opened(sequence_id))
             else:
                 pool.drop_opened(sequence_id)
+        if self.states is not None:
+            hashes = self._state_hashes(sequence_id)
+            last = hit // self.states.block_size
+            self.states.open(sequence_id, hashes[last - 1] if last else None)
+
+    def _state_hashes(self, sequence_id: int) -> list[bytes]:
+        """Hashes of the blocks of a sequence that are full, of the size of those of states."""
+        assert self.states is not None
+        return self._chains[sequence_id][self.states.block_size].block_hashes
 
     def drop_opened(self, sequence_id: int) -> None:
         """Forget what ``find_opened`` found: the sequence goes on elsewhere."""
@@ -164,6 +166,8 @@ class KVCache:
             runs.append(lengths)
         while best > 0 and not self._covers(runs, best):
             best -= self.alignment
+        if self.states is not None:
+            return self.states.find(sequence_id, self._state_hashes(sequence_id), len(tokens), best)
         return best
 
     def _covers(self, runs: list[list[int]], upto: int) -> bool:
@@ -192,14 +196,23 @@ class KVCache:
                 continue
             new = self.pools[index].allocate(need)
             if new is None:
-                for earlier, blocks in grown:
-                    del tables[earlier][-len(blocks) :]
-                    for block in blocks:
-                        self.pools[earlier].release(block)
+                self._shrink(tables, grown)
                 return None
             tables[index].extend(new)
             grown.append((index, new))
+        if self.states is not None and not self.states.reserve(sequence_id):
+            self._shrink(tables, grown)
+            return None
         return grown
+
+    def _shrink(
+        self, tables: list[list[int]], grown: Iterable[tuple[int, tuple[int, ...]]]
+    ) -> None:
+        """Release blocks that were just taken."""
+        for index, blocks in grown:
+            del tables[index][-len(blocks) :]
+            for block in blocks:
+                self.pools[index].release(block)
 
     def growable(self, sequence_id: int) -> int:
         """Tokens that the sequence could hold if it took every available block."""
@@ -218,8 +231,9 @@ class KVCache:
         return all(need <= most for need, most in zip(needs, self.available(), strict=True))
 
     def available(self) -> list[int]:
-        """Blocks of each group that can be taken now."""
-        return [pool.available for pool in self.pools]
+        """Blocks of each group that can be taken now; of states the slots, as the last number."""
+        states = [] if self.states is None else [self.states.pool.available]
+        return [*(pool.available for pool in self.pools), *states]
 
     def needs(self, sequence_id: int, upto: int, chunk: int) -> list[int]:
         """Blocks of each group that must be available to compute [0, upto) in such chunks."""
@@ -231,7 +245,7 @@ class KVCache:
         Args:
             ends: a sequence, and the tokens that it grows to.
         """
-        tables = self._tables
+        tables, ends = self._tables, list(ends)
         pairs = [(tables[sequence_id], upto) for sequence_id, upto in ends]
         totals = []
         for index, group in enumerate(self.groups):
@@ -247,15 +261,18 @@ class KVCache:
                 if need > 0:
                     total += need
             totals.append(total)
-        return totals
+        states = self.states
+        return totals if states is None else [*totals, states.needed(i for i, _ in ends)]
 
-    def freed(self, sequence_ids: Iterable[int]) -> list[int]:
+    def freed(self, sequence_ids: Seq[int]) -> list[int]:
         """Blocks of each group that only these sequences hold, and that their end would free."""
         tables = [self._tables[sequence_id] for sequence_id in sequence_ids]
         totals = []
         for index, pool in enumerate(self.pools):
             held = Counter(block for table in tables for block in table.blocks[index] if block >= 0)
             totals.append(sum(pool.references(block) == count for block, count in held.items()))
+        if self.states is not None:
+            totals.append(self.states.freed(sequence_ids))
         return totals
 
     def held(self, sequence_id: int) -> list[int]:
@@ -311,6 +328,9 @@ class KVCache:
             boundary = (computed // size + 1) * size
             if boundary < next_full:
                 next_full = boundary
+        if self.states is not None:
+            due = self.states.commit(sequence_id, self._state_hashes(sequence_id), known_computed)
+            next_full = next_full if due is None else min(next_full, due)
         return next_full
 
     @staticmethod
@@ -345,6 +365,9 @@ class KVCache:
             faulty_from: first token that a faulty sequence computed itself; its block and all
                 after it can no longer be found, and are zeroed before they are used again.
         """
+        if self.states is not None:
+            hashes = [] if faulty_from is None else self._state_hashes(sequence_id)
+            self.states.close(sequence_id, hashes[(faulty_from or 0) // self.states.block_size :])
         self.free(self.detach(sequence_id), faulty_from=faulty_from)
 
     def detach(self, sequence_id: int) -> Table:
@@ -449,6 +472,8 @@ class KVCache:
                 references.update(block for block in table.blocks[index] if block >= 0)
             pool.check(references)
             self._check_writers(index, group)
+        if self.states is not None:
+            self.states.check(self._tables)
 
     def _check_writers(self, index: int, group: GroupSpec) -> None:
         writers: dict[int, int] = {}

@@ -1,0 +1,192 @@
+"""Slots of recurrent state: by hand, and against a plain model of what they must hold."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from weft.core.errors import InvariantError
+from weft.core.plan import NO_STATE
+from weft.kv.cache import GroupSpec, KVCache
+from weft.kv.states import MARK_EVERY
+
+SIZE = 4
+
+
+def cache_of(slots: int, blocks: int = 64, **options) -> KVCache:
+    groups = [
+        GroupSpec("full", SIZE, blocks),
+        GroupSpec("state", SIZE, slots, window=1, recurrent=True),
+    ]
+    return KVCache(groups, **options)
+
+
+@dataclass
+class Slots:
+    """What each slot holds: the tokens of which it is the state; an executor of nothing else."""
+
+    content: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def run(self, tokens: list[int], start: int, count: int, step) -> None:
+        """Compute a step twice, as a retry does, and check what it reads."""
+        for _ in range(2):
+            read = () if step.read == NO_STATE else self.content[step.read]
+            assert read == tuple(tokens[:start])
+            for place, slot in step.marks:
+                assert start < place < start + count
+                self.content[slot] = tuple(tokens[:place])
+            self.content[step.write] = tuple(tokens[: start + count])
+
+
+def run(cache: KVCache, slots: Slots, number: int, tokens: list[int], chunks: list[int]) -> int:
+    """Compute a sequence in chunks as a scheduler does, the first of them or all its prompt.
+
+    Returns:
+        its prefix hit.
+    """
+    cache.register(number, b"")
+    hit = cache.find_prefix(number, tokens[: chunks[0]] if chunks[1:] else tokens)
+    cache.open(number, hit)
+    start = hit
+    for count in chunks or [len(tokens) - hit]:
+        assert cache.extend(number, start + count) is not None
+        slots.run(tokens, start, count, cache.states.plan(number, start, count))
+        start += count
+        cache.commit(number, tokens, start)
+        cache.check()
+    return hit
+
+
+def end(cache: KVCache, number: int, **options) -> None:
+    cache.release(number, **options)
+    cache.forget(number)
+    cache.check()
+
+
+def test_a_prompt_leaves_a_mark_at_its_last_full_block():
+    cache, slots = cache_of(8), Slots()
+    assert run(cache, slots, 1, list(range(14)), []) == 0
+    end(cache, 1)
+    assert run(cache, slots, 2, list(range(14)), []) == 12
+    assert run(cache, slots, 3, [*range(12), 50, 51], []) == 12
+    assert run(cache, slots, 4, [*range(8), 50, 51], []) == 0  # nobody has marked 8
+
+
+def test_where_prompts_branch_the_second_one_leaves_a_mark():
+    cache, slots = cache_of(16), Slots()
+    run(cache, slots, 1, list(range(30)), [])
+    branch = [*range(16), *range(100, 110)]
+    assert run(cache, slots, 2, branch, []) == 0
+    assert run(cache, slots, 3, [*range(16), *range(200, 210)], []) == 16
+
+
+def test_output_leaves_its_newest_boundary_only():
+    cache, slots = cache_of(8), Slots()
+    tokens = list(range(40))
+    run(cache, slots, 1, tokens, [5, *[1] * 33])  # to 38
+    chain = cache._chains[1][SIZE].block_hashes
+    found = [i + 1 for i, digest in enumerate(chain) if cache.states.pool.find(digest) is not None]
+    assert [blocks * SIZE for blocks in found] == [4, 36]  # that of the prompt stays
+    end(cache, 1)
+    assert run(cache, slots, 2, [*tokens[:38], 7, 8, 9], []) == 36
+
+
+def test_long_prompts_leave_marks_on_the_way():
+    tokens = list(range(2 * MARK_EVERY + 10))
+    cache, slots = cache_of(8, blocks=6000), Slots()
+    run(cache, slots, 1, tokens, [])
+    end(cache, 1)
+    assert run(cache, slots, 2, [*tokens[: MARK_EVERY + 3], 1, 2, 3], []) == MARK_EVERY
+
+
+def test_a_sequence_goes_on_with_two_slots_when_there_are_no_others():
+    cache, slots = cache_of(2), Slots()
+    assert run(cache, slots, 1, list(range(30)), [9, *[1] * 20]) == 0
+    cache.register(2, b"")
+    cache.open(2, 0)
+    assert cache.extend(2, 4) is None
+    assert cache.pools[0].held == 8  # nothing was taken of the other group
+    assert cache.needs(2, 4, 4) == [1, 2]
+    assert cache.available()[1] == 0
+    assert cache.freed([1]) == [8, 2]
+
+
+def test_a_shared_state_is_not_written():
+    cache, slots = cache_of(12), Slots()
+    tokens = list(range(13))
+    run(cache, slots, 1, tokens, [])
+    for number in (2, 3, 4):
+        assert run(cache, slots, number, [*range(12), *[100 * number] * 7], []) == 12
+    for number in (1, 2, 3, 4):
+        end(cache, number)
+    assert cache.states.pool.held == 0
+
+
+def test_states_of_a_faulty_sequence_are_not_found():
+    cache, slots = cache_of(12), Slots()
+    tokens = list(range(30))
+    run(cache, slots, 1, tokens[:17], [])
+    assert run(cache, slots, 2, tokens, []) == 16
+    end(cache, 2, faulty_from=16)
+    assert run(cache, slots, 3, [*tokens, 99], []) == 16
+
+
+def test_no_marks_without_prefix_caching():
+    cache, slots = cache_of(4, prefix_caching=False), Slots()
+    assert run(cache, slots, 1, list(range(30)), []) == 0
+    end(cache, 1)
+    assert run(cache, slots, 2, list(range(30)), []) == 0
+    assert cache.states.pool.available == 2
+
+
+def test_states_need_attention_beside_them():
+    state = GroupSpec("state", SIZE, 4, window=1, recurrent=True)
+    for groups in ([state], [GroupSpec("full", SIZE, 4), state, state]):
+        with pytest.raises(InvariantError, match="states need"):
+            KVCache(groups)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_traffic_reads_what_it_must(seed):
+    """Conversations, cuts, preemption, steps in flight and few slots: the content is right."""
+    draw = random.Random(seed)
+    cache, slots = cache_of(draw.randint(2, 14), draw.randint(20, 60)), Slots()
+    texts = [[draw.randrange(4) for _ in range(draw.randint(2, 50))] for _ in range(6)]
+    live: dict[int, list] = {}  # number -> tokens, planned, computed steps in flight
+    for number in range(300):
+        if draw.random() < 0.4 and len(live) < 5:
+            text = draw.choice(texts)
+            tokens = text[: draw.randint(1, len(text))] + [draw.randrange(3) for _ in range(3)]
+            cache.register(number, b"")
+            hit = cache.find_prefix(number, tokens)
+            cache.open(number, hit)
+            if cache.extend(number, min(len(tokens), hit + 1)) is None:
+                cache.release(number)
+                cache.forget(number)
+            else:
+                live[number] = [tokens, hit, []]
+        for chosen in list(live):
+            tokens, planned, flying = live[chosen]
+            if draw.random() < 0.5 and planned < len(tokens):
+                count = draw.choice((1, 1, 2, 5, 16))
+                count = min(count, len(tokens) - planned)
+                if cache.extend(chosen, planned + count) is not None:
+                    step = cache.states.plan(chosen, planned, count)
+                    slots.run(tokens, planned, count, step)
+                    flying.append(planned + count)
+                    live[chosen][1] += count
+            if planned == len(tokens) and draw.random() < 0.7:
+                tokens.append(draw.randrange(3))
+            while flying and draw.random() < 0.6:
+                cache.commit(chosen, tokens, flying.pop(0))
+            if not flying and draw.random() < 0.06:
+                cache.release(chosen, faulty_from=None)
+                cache.forget(chosen)
+                del live[chosen]
+            cache.check()
+    for chosen, (_, _, flying) in live.items():
+        flying.clear()
+        end(cache, chosen)
+    assert cache.states.pool.held == 0
