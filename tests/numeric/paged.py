@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from weft.core.plan import StateRow, SubBatch
+from weft.exec.states import StateStore, state_batch
 from weft.kernels.arrays import Array, numpy_dtype, to_numpy, to_torch
+from weft.kernels.delta import StateBatch
 from weft.kernels.interface import AttentionMetadata
 from weft.models.decoder import Decoder
 
@@ -66,6 +70,12 @@ class PagedRunner:
             kind = numpy_dtype(decoder.dtype)
             keys, values = (self._wrap(np.full(shape, np.nan, kind)) for _ in range(2))
             self.groups.append(_Group(group.window, block_size, keys, values, free))
+        self._states = None
+        if decoder.spec.states is not None:
+            names = 2 * blocks
+            garbage = partial(_garbage, self._wrap)
+            self._states = StateStore(decoder.spec, names, garbage)
+        self._slots: dict[str, tuple[int, int]] = {}  # what a sequence reads and writes next
         self._stack = None
         if bound:
             self._stack = decoder.bind(
@@ -85,7 +95,7 @@ class PagedRunner:
         ]
         positions = self._wrap(np.array(places, np.int64))
         if self._stack is None:
-            attend = self._attend(batches)
+            attend = self._attend(batches, self._state_batch(rows, starts))
             hidden = self.decoder.forward(ids, positions, attend)
         else:
             hidden = self._stack.run(ids, positions, batches)
@@ -100,8 +110,23 @@ class PagedRunner:
         """An array as the decoder takes it."""
         return array if self.decoder.on_numpy else to_torch(array).to(self.decoder.device)
 
-    def _attend(self, batches: list[AttentionMetadata]):
+    def _state_batch(self, rows: Rows, starts: list[int]) -> StateBatch | None:
+        """Two slots a sequence, which it reads and writes in turns."""
+        if self._states is None:
+            return None
+        states = []
+        for name, _ in rows:
+            read, write = self._slots.get(name, (-1, 2 * len(self._slots)))
+            states.append(StateRow(read, write))
+            self._slots[name] = (write, write ^ 1)
+        counts = tuple(len(tokens) for _, tokens in rows)
+        batch = SubBatch(tuple(range(len(rows))), tuple(starts), counts, (), states=tuple(states))
+        return state_batch(batch, self._wrap)
+
+    def _attend(self, batches: list[AttentionMetadata], states: StateBatch | None):
         def attend(layer, q, k, v):
+            if self._states is not None and layer in self._states.layers:
+                return self.decoder.mix(layer, q, k, self._states.layers[layer], states)
             params = self.decoder.attention_params(layer)
             group = self.groups[params.group]
             return self.decoder.ops.paged_attention(
@@ -138,6 +163,10 @@ class PagedRunner:
             slot_mapping=self._wrap(np.array(slots, np.int64)),
             block_size=group.block_size,
         )
+
+
+def _garbage(wrap, shape, dtype: str) -> Array:
+    return wrap(np.full(shape, np.nan, dtype))
 
 
 def run_chunks(runner: PagedRunner, name: str, tokens: list[int], chunk: int) -> Tensor:

@@ -12,7 +12,7 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from weft.kernels.cpu.delta import CpuDelta
-from weft.kernels.delta import Delta, DeltaParts, DeltaShape, LayerStates, StateBatch
+from weft.kernels.delta import DeltaLayer, DeltaParts, DeltaShape, LayerStates, StateBatch
 from weft.kernels.reference_delta import ReferenceDelta
 
 SHAPES = {
@@ -75,7 +75,7 @@ def make(name: str, dtype: torch.dtype = torch.float32) -> Layer:
     return Layer(module, parts, x, gates, module(hidden)[0], dtype)
 
 
-def same(delta: Delta, found: Tensor, expected: Tensor) -> bool:
+def same(delta: DeltaLayer, found: Tensor, expected: Tensor) -> bool:
     """Whether numbers are equal: to the bit but in torch, whose rows depend on where they lie."""
     if isinstance(delta, CpuDelta):
         return torch.equal(found, expected)

@@ -14,6 +14,13 @@ if TYPE_CHECKING:
     from weft.core.resolved import Facts, GroupFacts
 
 
+# Slots of recurrent state for each sequence that may run: two that it reads and writes in turns, a
+# mark of its prompt and one of its output. One that runs alone needs one beside the two, as it may
+# begin with what another one has left.
+SLOTS_A_SEQUENCE = 4
+LEAST_SLOTS = 3
+
+
 def kv_budget(config: EngineConfig, facts: Facts, wanted: int) -> int:
     """Bytes for KV where a sequence may have ``wanted`` tokens. Raises OutOfMemoryError."""
     left = facts.left_bytes
@@ -50,7 +57,28 @@ def bytes_for(config: EngineConfig, facts: Facts, tokens: int, sequences: int) -
     for group in facts.groups:
         blocks = -(-_window_tokens(config, group, tokens) // config.block_size) * sequences
         total += blocks * config.block_size * group.bytes_per_token
-    return total
+    return total + sequences * SLOTS_A_SEQUENCE * facts.state_bytes
+
+
+def state_slots(config: EngineConfig, facts: Facts, budget: int, tokens: int) -> int:
+    """Return the slots of recurrent state: at most half the budget, and no more than rows need.
+
+    The blocks of one sequence of ``tokens`` come first.
+
+    Raises:
+        OutOfMemoryError: there is no room for the fewest that an engine can work with.
+    """
+    size = facts.state_bytes
+    if not size:
+        return 0
+    beside = bytes_for(config, facts, tokens, 1) - SLOTS_A_SEQUENCE * size
+    most = min(budget // 2, max(budget - beside, LEAST_SLOTS * size)) // size
+    if most < LEAST_SLOTS:
+        raise OutOfMemoryError(
+            f"A slot of recurrent state needs {format_bytes(size)}, and {LEAST_SLOTS} of them at "
+            f"most half of the {format_bytes(budget)} for KV; raise kv_memory."
+        )
+    return min(most, SLOTS_A_SEQUENCE * config.max_num_seqs)
 
 
 def group_blocks(config: EngineConfig, facts: Facts, budget: int) -> tuple[int, ...]:

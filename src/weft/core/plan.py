@@ -110,7 +110,7 @@ class KVMove(NamedTuple):
 NO_STATE = -1  # in place of a slot: zeros
 
 
-class RowState(NamedTuple):
+class StateRow(NamedTuple):
     """Slots of recurrent state of a row: none is read by a step that writes it.
 
     Attributes:
@@ -147,7 +147,7 @@ class SubBatch:
     samples: tuple[bool, ...]
     tiers: tuple[Tier, ...] = ()
     drafts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    states: tuple[RowState, ...] = ()
+    states: tuple[StateRow, ...] = ()
 
     @property
     def num_tokens(self) -> int:

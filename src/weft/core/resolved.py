@@ -16,6 +16,7 @@ from weft.core.kv_split import (
     host_blocks,
     kv_budget,
     longest_sequence,
+    state_slots,
 )
 from weft.core.settings import format_bytes
 
@@ -44,6 +45,7 @@ class Facts:
         available_bytes: memory that is free for one rank before the weights are loaded.
         workspace_bytes: what steps need there beside weights and KV, captured ones included.
         host_weight_bytes: memory of the host for weights that are not on the device.
+        state_bytes: of a slot of recurrent state; 0 for a model of attention alone.
         kv_share: of what is left beside both, how much the KV takes unless that is set.
         stages: the facts of each stage of a pipeline, whose groups have no bytes where it has none
             of their layers; empty where there is one stage. All else is of the largest one.
@@ -56,6 +58,7 @@ class Facts:
     workspace_bytes: int = 0
     host_weight_bytes: int = 0
     kv_share: float = HOST_KV_SHARE
+    state_bytes: int = 0
     stages: tuple[Facts, ...] = ()
 
     @property
@@ -75,6 +78,7 @@ class ResolvedConfig:
         host_blocks: those of the host; empty without a host tier.
         limited_by_memory: whether ``max_model_len`` was lowered to what the KV memory holds.
         half_sizes: tokens of captured halves of a step; None where steps run whole.
+        state_slots: of recurrent state; 0 for a model of attention alone.
         attention_programs: of decode attention in halves at the most; None for any.
     """
 
@@ -89,6 +93,7 @@ class ResolvedConfig:
     host_blocks: tuple[int, ...] = ()
     half_sizes: tuple[int, ...] | None = None
     attention_programs: int | None = None
+    state_slots: int = 0
 
 
 def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
@@ -111,7 +116,9 @@ def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
     wanted = config.max_model_len or longest
     parts = facts.stages or (facts,)
     budgets = [_budget(config, part, wanted, len(parts)) for part in parts]
-    blocks = common_blocks(config, parts, budgets)
+    slots = state_slots(config, facts, min(budgets), wanted)
+    state_bytes = slots * facts.state_bytes
+    blocks = common_blocks(config, parts, [budget - state_bytes for budget in budgets])
     for part in parts:
         if bytes_of(config, part, blocks) > part.left_bytes:
             kv_budget(config, part, wanted)  # raises
@@ -131,9 +138,10 @@ def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
         max_num_batched_tokens=config.max_num_batched_tokens,
         block_size=config.block_size,
         kv_memory=budget if len(parts) == 1 else max(taken),
-        kv_bytes=max(taken),
+        kv_bytes=max(taken) + state_bytes,
         group_blocks=blocks,
         limited_by_memory=holds < wanted,
+        state_slots=slots,
         host_blocks=host_blocks(config, facts, blocks),
     )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import NamedTuple, TypeAlias
 
-from weft.core.plan import RowAdd, StepPlan, SubBatch
+from weft.core.plan import RowAdd, StateRow, StepPlan, SubBatch
 from weft.core.types import NEUTRAL, SamplingParams
 from weft.cost.work import Work
 
@@ -69,6 +69,7 @@ class StepRoom:
         longest: tokens of a sequence.
         tokens: tokens of a step.
         host: where KV can move; None where it cannot.
+        states: whether rows have recurrent states, for each of which there are two slots.
     """
 
     rows: int
@@ -78,6 +79,7 @@ class StepRoom:
     vocab_size: int
     groups: tuple[GroupRoom, ...]
     host: HostRoom | None = None
+    states: bool = False
 
     @property
     def kv_tokens(self) -> int:
@@ -227,9 +229,10 @@ class Stage:
         if not step:
             return StepPlan(next(self._ids), ())
         starts, counts, samples = zip(*step, strict=True)
-        return StepPlan(
-            next(self._ids), (SubBatch(tuple(range(len(step))), starts, counts, samples),)
-        )
+        rows = tuple(range(len(step)))
+        states = tuple(StateRow(2 * row, 2 * row + 1) for row in rows) if self._room.states else ()
+        batch = SubBatch(rows, starts, counts, samples, states=states)
+        return StepPlan(next(self._ids), (batch,))
 
     def _tables(self, step: Step) -> list[tuple[tuple[int, ...], ...]]:
         """Blocks for each row and group, scattered as in a cache that has served for a while."""

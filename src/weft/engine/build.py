@@ -56,6 +56,7 @@ from weft.exec.eager import EagerExecutor
 from weft.exec.grammar import GrammarRows, Grammars
 from weft.exec.host_attention import HostAttention
 from weft.exec.input_batch import InputBatch
+from weft.exec.states import StateStore
 from weft.exec.store import KVStore
 from weft.kernels.cpu.host import HostMailbox
 from weft.kv.cache import GroupSpec
@@ -396,6 +397,8 @@ def _executor(
         file = None if kept_kv is None else kept_kv.arena
         sizes = resolved.group_blocks, resolved.block_size
         store = KVStore(groups, *sizes, kv_dtype, memory, file)
+        if model.rank_spec.states is not None:
+            store.states = StateStore(model.rank_spec, resolved.state_slots, memory)
     blocks_per_row = -(-resolved.max_model_len // resolved.block_size)
     with within("the buffers of steps", FOR_STEPS):
         table = InputBatch(
@@ -423,12 +426,16 @@ def _resources(config: EngineConfig, resolved: ResolvedConfig, model: Model) -> 
         GroupSpec(group.name, resolved.block_size, blocks, group.window)
         for group, blocks in zip(model.facts.groups, resolved.group_blocks, strict=True)
     ]
+    if resolved.state_slots:
+        slots = resolved.state_slots
+        groups.append(GroupSpec("state", resolved.block_size, slots, window=1, recurrent=True))
+    leases = is_resident(config, model.device) and not resolved.state_slots
     limits = Limits(
         resolved.max_num_seqs,
         resolved.max_num_batched_tokens,
         resolved.max_model_len,
         config.speculation,
-        lease_steps=LEASE_STEPS if is_resident(config, model.device) else 0,
+        lease_steps=LEASE_STEPS if leases else 0,
         groups=pipelined_steps(config),
     )
     return Resources(

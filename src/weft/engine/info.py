@@ -135,6 +135,7 @@ def _model_facts(config: EngineConfig, model: Model) -> dict[str, Any]:
             }
             for group in spec.kv_groups
         ],
+        "recurrent_layers": 0 if spec.states is None else len(spec.states.layers),
         "tokenizer": encoder,
     }
 
@@ -146,6 +147,7 @@ def _memory_facts(config: EngineConfig, model: Model) -> dict[str, Any]:
         "workspace_bytes": facts.workspace_bytes,
         "kv_dtype": config.kv_name(model.dtype),
         "kv_bytes_per_token": sum(group.bytes_per_token for group in facts.groups),
+        "state_bytes": facts.state_bytes,
         "largest_context": largest_context(config, facts),
         "host_weight_bytes": facts.host_weight_bytes,
         "host_experts": predicted_lines(config, model, device_name(model.device)),
@@ -156,6 +158,7 @@ def _memory_facts(config: EngineConfig, model: Model) -> dict[str, Any]:
         memory |= {
             "fits": True,
             "kv_bytes": resolved.kv_bytes,
+            "state_slots": resolved.state_slots,
             "host_kv_bytes": bytes_of(config, facts, resolved.host_blocks)
             if resolved.host_blocks
             else 0,
@@ -173,6 +176,8 @@ def format_info(info: dict[str, Any]) -> str:
     machine, model, memory = info["machine"], info["model"], info["memory"]
     share = f", on each of {info['ranks']} ranks" if info["ranks"] > 1 else ""
     groups = ", ".join(_group_words(group) for group in model["kv_groups"])
+    if model["recurrent_layers"]:
+        groups += f", {model['recurrent_layers']} recurrent"
     rows = [
         ("weft", f"{info['weft']} (Python {machine['python']}, {_torch_words(machine)})"),
         ("machine", f"{machine['cpu']}, {machine['cores']} cores{_isa_words(machine)}"),
@@ -197,6 +202,10 @@ def format_info(info: dict[str, Any]) -> str:
             f"{format_bytes(memory['kv_bytes_per_token'])} a token in {memory['kv_dtype']}{share}",
         ),
     ]
+    if memory["state_bytes"]:
+        slots = f", {memory['state_slots']} of them" if memory["fits"] else ""
+        size = format_bytes(memory["state_bytes"])
+        rows.insert(-1, ("states", f"{size} a slot in float32{slots}"))
     if memory["fits"]:
         rows[-1] = ("KV cache", f"{rows[-1][1]}, {format_bytes(memory['kv_bytes'])} in all")
         if memory["host_kv_bytes"]:

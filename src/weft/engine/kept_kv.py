@@ -63,8 +63,8 @@ def map_kept_kv(
     """Map the file for the KV of an engine.
 
     None where KV does not outlive engines: on a GPU, with several ranks, without a prefix cache, by
-    which it is found, with the reference kernels, and where another engine uses the file for other
-    KV.
+    which it is found, with the reference kernels, with recurrent layers, and where another engine
+    uses the file for other KV.
 
     Args:
         nodes: NUMA nodes on which the pages lie in turns.
@@ -73,7 +73,8 @@ def map_kept_kv(
         OSError: there is not so much memory.
     """
     on_numpy = is_cpu(model.device) and model.ops.describe()["paged_attention"] == "cpu"
-    if file is None or not on_numpy or config.processes > 1 or not config.prefix_caching:
+    kept = config.prefix_caching and not resolved.state_slots
+    if file is None or not kept or not on_numpy or config.processes > 1:
         return None
     dtype = cache_dtype(config.kv_name(model.dtype))
     item = numpy_dtype(dtype).itemsize

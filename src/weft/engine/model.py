@@ -25,6 +25,7 @@ from weft.engine.devices import free_memory, is_cpu, pick_device
 from weft.engine.host_experts import check_fits_host, place_experts
 from weft.engine.host_tier import check_attends_on_host
 from weft.engine.machine import has_fast_bfloat16
+from weft.engine.recurrent import check_recurrent
 from weft.engine.weights import check_heads, check_launches, check_storage, stored_weights
 from weft.exec.workspace import StepSizes, workspace_bytes
 from weft.kernels.gpus import Gpu
@@ -129,6 +130,7 @@ def find_model(
     check_storage(config, spec, ops)
     check_launches(config, spec, dtype, ops)
     check_heads(config, shard_spec(spec, ranks), dtype, ops, device)
+    check_recurrent(config, spec, ops, device)
     check_attends_on_host(config, spec, ops)
     free = (
         _free_memory(device, config.processes, returning_bytes)
@@ -218,6 +220,7 @@ def _facts(
             ranks=config.tensor_parallel,
         ),
         kv_share=HOST_KV_SHARE if on_host else DEVICE_KV_SHARE,
+        state_bytes=0 if spec.states is None else spec.states.slot_bytes,
     )
 
 
@@ -315,6 +318,9 @@ def describe_kernels(config: EngineConfig, model: Model) -> dict[str, dict[str, 
             found[op]["kv_dtype"] = config.kv_name(model.dtype)
         if ops.tuning is not None:
             found[op]["tuning"] = ops.tuning.source if op in TUNED else "fixed"
+    if model.spec.states is not None:
+        kernel = "cpu" if ops.names["paged_attention"] == "cpu" else "reference"
+        found["delta"] = {"kernel": kernel, "dtype": "float32"}
     if model.host is not None:
         found["host_moe"] = {"kernel": model.host.ops.names["moe"], "dtype": model.dtype}
     layers = describe_layers(model.rank_spec, ops, ranks)

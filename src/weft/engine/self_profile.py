@@ -205,6 +205,8 @@ class PolicyChoice:
         """Leave nothing in the prefix cache of the blocks that are measured with, of any tier."""
         for pool, group in zip(scheduler.cache.pools, self._room.groups, strict=True):
             pool.evict(range(group.num_blocks))
+        if (states := scheduler.cache.states) is not None:
+            states.pool.forget()
         kv = scheduler.memory.kv
         if isinstance(kv, TieredCache):
             for pool in kv.host.pools:

@@ -23,12 +23,13 @@ def room_of(config: EngineConfig, model: Model, resolved: ResolvedConfig) -> Ste
     groups = zip(model.facts.groups, resolved.group_blocks, strict=True)
     host = zip(model.facts.groups, resolved.host_blocks, strict=False)
     return StepRoom(
-        rows=resolved.max_num_seqs,
+        rows=min(resolved.max_num_seqs, resolved.state_slots // 2 or resolved.max_num_seqs),
         longest=resolved.max_model_len,
         tokens=resolved.max_num_batched_tokens,
         block_size=resolved.block_size,
         vocab_size=model.spec.vocab_size,
         groups=tuple(GroupRoom(blocks, group.window) for group, blocks in groups),
+        states=bool(resolved.state_slots),
         host=HostRoom(
             host_name(config),
             tuple(GroupRoom(blocks, group.window) for group, blocks in host),

@@ -9,10 +9,12 @@ from typing import TypeAlias, cast
 
 from weft.exec.store import KVStore
 from weft.kernels.arrays import Array
+from weft.kernels.delta import StateBatch
 from weft.kernels.interface import AttentionMetadata, FusedStack, PaddedLane, PaddedStack
 from weft.models.decoder import Attend, Decoder
 
 Forward: TypeAlias = Callable[[Array, Array, Seq[AttentionMetadata]], Array]
+RecurrentForward: TypeAlias = Callable[[Array, Array, Seq[AttentionMetadata], StateBatch], Array]
 PaddedForward: TypeAlias = Callable[[Array, Array, Seq[AttentionMetadata], Array, Array], None]
 Lanes: TypeAlias = Callable[[Array, Array, Seq[AttentionMetadata]], PaddedLane]
 
@@ -43,6 +45,20 @@ def forward_over(decoder: Decoder, store: KVStore, stack: FusedStack | None) -> 
 
     def forward(ids: Array, positions: Array, groups: Seq[AttentionMetadata]) -> Array:
         return decoder.forward(ids, positions, attend_over(decoder, store, groups))
+
+    return forward
+
+
+def forward_recurrent(decoder: Decoder, store: KVStore) -> RecurrentForward:
+    """Return the forward pass of a model with recurrent layers; see ``bind_forward``.
+
+    It also takes the states that the rows read and write.
+    """
+
+    def forward(
+        ids: Array, positions: Array, groups: Seq[AttentionMetadata], states: StateBatch
+    ) -> Array:
+        return decoder.forward(ids, positions, attend_over(decoder, store, groups, states))
 
     return forward
 
@@ -103,10 +119,22 @@ class _DecoderLane:
         return self._decoder.finish(self._residual)
 
 
-def attend_over(decoder: Decoder, store: KVStore, groups: Seq[AttentionMetadata]) -> Attend:
-    """The attention of one step: write K and V into the store, attend over it."""
+def attend_over(
+    decoder: Decoder,
+    store: KVStore,
+    groups: Seq[AttentionMetadata],
+    states: StateBatch | None = None,
+) -> Attend:
+    """The attention of one step: write K and V into the store, attend over it.
+
+    Args:
+        states: those that recurrent layers read and write.
+    """
+    recurrent = {} if store.states is None or states is None else store.states.layers
 
     def attend(layer: int, q: Array, k: Array | None, v: Array | None) -> Array:
+        if states is not None and layer in recurrent:
+            return decoder.mix(layer, q, k, recurrent[layer], states)
         params = decoder.attention_params(layer)
         return decoder.ops.paged_attention(
             q,

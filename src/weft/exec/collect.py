@@ -306,7 +306,14 @@ class OutOfMemoryGuard:
 def split_rows(batch: SubBatch) -> list[SubBatch]:
     """Return one sub-batch for each row of the batch, without drafts."""
     return [
-        SubBatch((row,), (start,), (count,), (samples,), batch.tiers[i : i + 1])
+        SubBatch(
+            (row,),
+            (start,),
+            (count,),
+            (samples,),
+            batch.tiers[i : i + 1],
+            states=batch.states[i : i + 1],
+        )
         for i, (row, start, count, samples) in enumerate(
             zip(batch.rows, batch.starts, batch.counts, batch.samples, strict=True)
         )

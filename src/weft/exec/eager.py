@@ -17,7 +17,7 @@ import numpy as np
 
 from weft.core.errors import InvariantError
 from weft.core.plan import StepPlan, StepResult, SubBatch, Tier
-from weft.exec.attend import bind_stack, forward_over
+from weft.exec.attend import bind_stack, forward_over, forward_recurrent
 from weft.exec.collect import (
     OutOfMemoryGuard,
     StepOutput,
@@ -34,6 +34,7 @@ from weft.exec.lease import bind_leases
 from weft.exec.overlap import OverlappedForward
 from weft.exec.piggyback import PiggybackedRows, Rows
 from weft.exec.sample import sample
+from weft.exec.states import state_batch
 from weft.exec.store import KVStore
 from weft.exec.tiers import HostTier, check_computes
 from weft.kernels.arrays import Array, to_torch
@@ -82,10 +83,11 @@ class EagerExecutor:
         self.tier = tier
         stack = bind_stack(decoder, store)
         self._compute = forward_over(decoder, store, stack)
+        self._recur = None if store.states is None else forward_recurrent(decoder, store)
         self._table = table
         self._leases = bind_leases(decoder, stack, table, store.block_size) if resident else None
-        wrap = (lambda array: array) if decoder.on_numpy else to_torch
-        pack = partial(InputPacker, table, store.block_size, wrap)
+        self._wrap = (lambda array: array) if decoder.on_numpy else to_torch
+        pack = partial(InputPacker, table, store.block_size, self._wrap)
         self._packer = pack()
         self._rows: PiggybackedRows | None = None
         self._overlapped: OverlappedForward | None = None
@@ -265,6 +267,11 @@ class EagerExecutor:
 
     def _forward(self, batch: SubBatch, output: StepOutput) -> None:
         inputs = self._packer.pack(batch)
+        if self._recur is not None:
+            states = state_batch(batch, self._wrap)
+            hidden = self._recur(inputs.input_ids, inputs.positions, inputs.groups, states)
+            self._finish(batch, inputs, hidden, output)
+            return
         hidden = self._compute(inputs.input_ids, inputs.positions, inputs.groups)  # [T, C]
         self._finish(batch, inputs, hidden, output)
 

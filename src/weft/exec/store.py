@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from weft.core.kv_types import row_size
 from weft.core.placement import interleave
 from weft.exec.memory import give_back, host_zeros
 from weft.kernels.arrays import Array, address, dtype_name, numpy_dtype
 from weft.models.spec import KVGroup
+
+if TYPE_CHECKING:
+    from weft.exec.states import StateStore
 
 # Makes zeros of a shape and a dtype, by its name, where KV is kept.
 Memory: TypeAlias = Callable[[Seq[int], str], Array]
@@ -50,7 +53,12 @@ class KVStore:
     Args:
         memory: for this store, and for those like it.
         file: for this store alone: memory of a file, which other processes may map.
+
+    Attributes:
+        states: the slots of recurrent layers; None for a model without.
     """
+
+    states: StateStore | None = None
 
     def __init__(
         self,

@@ -96,7 +96,7 @@ class StateBatch:
     marks: Array
 
 
-class Delta(Protocol):
+class DeltaLayer(Protocol):
     """See ``reference_delta.ReferenceDelta``."""
 
     def __call__(self, x: Array, gates: Array, states: LayerStates, batch: StateBatch) -> Array: ...
@@ -105,7 +105,7 @@ class Delta(Protocol):
 class BindDelta(Protocol):
     """Binds a layer to its parameters, as ``OpTable.pack`` made them."""
 
-    def __call__(self, parts: DeltaParts, /) -> Delta: ...
+    def __call__(self, parts: DeltaParts, /) -> DeltaLayer: ...
 
 
 States: TypeAlias = Sequence[LayerStates]  # of each recurrent layer of a model

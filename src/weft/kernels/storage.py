@@ -14,7 +14,7 @@ GATED_PANEL = 32  # of each half of a gated matrix
 ACTIVATION_GROUP = 128  # inputs that are rounded together where a row of weights has one scale
 MULTIPLIED = {
     *("qkv", "output", "output_gate", "gate_up", "down", "lm_head", "router", "expert_gate_up"),
-    *("expert_down", "input_gate", "input_projection", "per_layer_projection"),
+    *("expert_down", "input_gate", "input_projection", "per_layer_projection", "state_gates"),
 }  # the parameters of products, by the names of ``layout.parameters`` without the layer
 GATED = {"gate_up", "expert_gate_up"}  # those whose first half of outputs are gates
 SCALE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "e8m0": 1}

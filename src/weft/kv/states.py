@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from weft.core.errors import InvariantError
-from weft.core.plan import NO_STATE, RowState
+from weft.core.plan import NO_STATE, StateRow
 from weft.kv.pool import BlockPool
 
 MARK_EVERY = 4096  # tokens of a long prompt between two marks
@@ -45,7 +45,7 @@ class Prefix(NamedTuple):
 
 
 @dataclass(slots=True)
-class Live:
+class LiveSlots:
     """The slots of a sequence. Each place here is one reference.
 
     Attributes:
@@ -83,7 +83,7 @@ class StateSlots:
     def __init__(self, num_slots: int, block_size: int, alignment: int, *, marks: bool) -> None:
         self.pool = BlockPool(num_slots)
         self.block_size, self._alignment, self._marks = block_size, alignment, marks
-        self._live: dict[int, Live] = {}
+        self._live: dict[int, LiveSlots] = {}
         self._prefixes: dict[int, Prefix] = {}
 
     # -- opening -------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ class StateSlots:
         Raises:
             InvariantError: the state is not there any more.
         """
-        live = self._live[sequence_id] = Live(self._prefixes.get(sequence_id, Prefix()))
+        live = self._live[sequence_id] = LiveSlots(self._prefixes.get(sequence_id, Prefix()))
         if block_hash is None:
             return
         slot = self.pool.find(block_hash)
@@ -136,12 +136,12 @@ class StateSlots:
         return slots is not None
 
     @staticmethod
-    def _own(live: Live) -> int:
+    def _own(live: LiveSlots) -> int:
         return len(live.spare) + (live.now != NO_STATE and not live.kept)
 
     # -- computing -----------------------------------------------------------------------------
 
-    def plan(self, sequence_id: int, start: int, count: int) -> RowState:
+    def plan(self, sequence_id: int, start: int, count: int) -> StateRow:
         """Return what a step reads and writes that computes tokens [start, start + count).
 
         Steps of a sequence are planned in the order in which they are computed.
@@ -167,7 +167,7 @@ class StateSlots:
         elif read != NO_STATE:
             live.spare.append(read)
         live.now, live.kept = write, kept
-        return RowState(read, write, tuple(marks))
+        return StateRow(read, write, tuple(marks))
 
     def _places(self, prefix: Prefix, start: int, end: int) -> list[int]:
         """Where a step has marks, in their order."""
@@ -196,7 +196,7 @@ class StateSlots:
                 self._replace_rolling(live, block_hash, place)
         return live.retired[0][0] if live.retired else None
 
-    def _replace_rolling(self, live: Live, block_hash: bytes, place: int) -> None:
+    def _replace_rolling(self, live: LiveSlots, block_hash: bytes, place: int) -> None:
         """Give up the mark before the latest one of the output, unless somebody reads it."""
         old = self.pool.find(live.rolling) if live.rolling else None
         if old is not None and live.rolling != block_hash and not self.pool.references(old):

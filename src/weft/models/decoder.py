@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from weft.core.errors import InvariantError
 from weft.kernels.arrays import (
     Array,
     as_float32,
@@ -25,6 +26,7 @@ from weft.kernels.arrays import (
     where,
 )
 from weft.kernels.collectives import ByRows
+from weft.kernels.delta import LayerStates, StateBatch
 from weft.kernels.interface import FusedStack, OpTable, Weight
 from weft.kernels.parts import LayerInputs, StackParts
 from weft.models.fused import fuse
@@ -32,11 +34,13 @@ from weft.models.layers import (
     Angles,
     LayerWeights,
     add_per_layer_input,
+    bind_state,
     feed_forward,
     gated,
     inverse_frequencies,
     pre_norm,
     project_qkv,
+    project_state,
 )
 from weft.models.shard import Shard, shard_range
 from weft.models.spec import AttentionParams, LayerSpec, ModelSpec
@@ -48,7 +52,8 @@ class Attend(Protocol):
     """Writes K and V of one layer and attends.
 
     Given q [T, H, D], k and v [T, Hkv, D] (None where the layer reads another layer's KV), it
-    returns the attention output [T, H, D].
+    returns the attention output [T, H, D]. Of a recurrent layer it is given what ``mix`` takes, and
+    None, and returns what that does.
     """
 
     def __call__(self, layer: int, q: Array, k: Array | None, v: Array | None) -> Array: ...
@@ -88,6 +93,10 @@ class Decoder:
         )
         self._sinks = tuple(
             None if layer.sinks is None else as_float32(layer.sinks) for layer in self.layers
+        )
+        self._mixers = tuple(
+            bind_state(spec, layer, layer_weights, ops)
+            for layer, layer_weights in zip(spec.layers, self.layers, strict=True)
         )
         self._frequencies = tuple(
             from_numpy(self._norm, inverse_frequencies(rope)) for rope in spec.ropes
@@ -302,8 +311,13 @@ class Decoder:
     def pre(
         self, layer: int, residual: Array, angles: tuple[Angles, ...]
     ) -> tuple[Array, Array | None, Array | None]:
-        """Norm, QKV, QK norm and rotation: q [T, H, D], k and v [T, Hkv, D] or None."""
+        """Norm, QKV, QK norm and rotation: q [T, H, D], k and v [T, Hkv, D] or None.
+
+        Of a recurrent layer what ``mix`` takes, and None.
+        """
         spec, weights, kind = self.spec, self.layers[layer], self.spec.layers[layer]
+        if kind.state is not None:
+            return (*project_state(spec, weights, residual, self.ops), None)
         fused = self._fused[layer]
         if fused is not None:
             qkv = fused.pre(residual, *angles[kind.rope])  # [T, H + 2 Hkv, D]
@@ -313,6 +327,20 @@ class Decoder:
             return qkv[:, : spec.num_heads], qkv[:, spec.num_heads : keys], qkv[:, keys:]
         x = pre_norm(spec, residual, weights.input_norm, self.ops)
         return project_qkv(spec, kind, weights, x, angles[kind.rope], self.ops)
+
+    def mix(
+        self, layer: int, x: Array, gates: Array, states: LayerStates, batch: StateBatch
+    ) -> Array:
+        """Take the tokens of a recurrent layer through its states: [T, Hv, Dv].
+
+        Args:
+            x, gates: what ``pre`` gave.
+            states: those of the layer, by slot.
+        """
+        mixer = self._mixers[layer]
+        if mixer is None:
+            raise InvariantError(f"layer {layer} attends and has no states")
+        return mixer(x, gates, states, batch)
 
     def post(
         self, layer: int, attended: Array, residual: Array, inputs: Array | None = None

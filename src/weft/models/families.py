@@ -6,11 +6,14 @@ from collections.abc import Iterator
 
 from weft.models.family import Family, Reader
 from weft.models.gemma import GEMMA
+from weft.models.hybrids import HYBRIDS
 from weft.models.llama_like import LLAMA_LIKE
 from weft.models.llama_variants import LLAMA_VARIANTS
 from weft.models.moe_families import MOE_FAMILIES
 
-FAMILIES = {row.name: row for row in (*LLAMA_LIKE, *LLAMA_VARIANTS, *GEMMA, *MOE_FAMILIES)}
+FAMILIES = {
+    row.name: row for row in (*LLAMA_LIKE, *LLAMA_VARIANTS, *GEMMA, *MOE_FAMILIES, *HYBRIDS)
+}
 
 
 def _checkpoints() -> Iterator[tuple[str, str, tuple[Family, Reader]]]:

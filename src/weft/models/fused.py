@@ -16,6 +16,8 @@ MATRICES = (
 
 def fusable(spec: ModelSpec, layer: LayerSpec, fused: Fused) -> bool:
     """Whether the fused calls compute all parts of a layer."""
+    if layer.state is not None or spec.output_gate is not None:
+        return False
     beside_mlp = layer.moe and spec.moe is not None and spec.moe.beside_mlp
     plain = layer.kv_source is None and not (layer.value_is_key or beside_mlp)
     plain = plain and not (spec.value_norm or spec.per_layer_input_size or spec.layer_scalars)

@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 
 from weft.core.errors import InvariantError
 from weft.kernels.arrays import Array, concatenate, contiguous, times, times_rows
+from weft.kernels.delta import DeltaLayer, DeltaParts
 from weft.kernels.hosted import HostedExperts
 from weft.kernels.interface import Experts, OpTable, Weight
 from weft.kernels.routing import Routing
+from weft.kernels.unavailable import KernelUnavailable
 from weft.models.spec import LayerSpec, ModelSpec, RopeSpec
 
 Floats: TypeAlias = NDArray[Any]  # of float32
@@ -29,14 +31,19 @@ class LayerWeights:
     H query heads, Hkv KV heads of size D; hidden size C; MLP size I; E experts of size J.
     """
 
-    qkv: Weight  # [(H + 2 Hkv) * D, C]
-    output: Weight  # [C, H * D]
+    qkv: Weight  # [(H + 2 Hkv) * D, C]; of a recurrent layer q, k, v and gate: see DeltaShape
+    output: Weight  # [C, H * D], or [C, Hv * Dv]
     input_norm: Array | None = None  # [C]
     mlp_norm: Array | None = None  # [C]
     qkv_bias: Array | None = None
     output_bias: Array | None = None  # [C]
     output_gate: Weight | None = None  # [H * D, C], or by head [H, C]
     sinks: Array | None = None  # [H]
+    state_gates: Weight | None = None  # [2 Hv, C]; of a recurrent layer, as all that follow
+    state_conv: Array | None = None  # [2 Hk * Dk + Hv * Dv, K]
+    state_decay: Array | None = None  # [Hv]
+    state_bias: Array | None = None  # [Hv]
+    state_norm: Array | None = None  # [Dv]
     qk_norm: Array | None = None  # [H + Hkv, D]; of norms over all heads [(H + Hkv) * D]
     post_attention_norm: Array | None = None  # [C]
     post_mlp_norm: Array | None = None  # [C]
@@ -180,11 +187,53 @@ def gated(
     spec: ModelSpec, weights: LayerWeights, attended: Array, residual: Array, ops: OpTable
 ) -> Array:
     """Return attention's output [T, H, D] times the gate that the layer's input [T, C] opens."""
-    if spec.output_gate is None:
+    if spec.output_gate is None or weights.output_gate is None:
         return attended
-    assert weights.output_gate is not None
     x = pre_norm(spec, residual, weights.input_norm, ops)
     return ops.gate(attended, ops.linear(x, weights.output_gate, None), spec.output_gate.kind)
+
+
+def bind_state(
+    spec: ModelSpec, layer: LayerSpec, weights: LayerWeights, ops: OpTable
+) -> DeltaLayer | None:
+    """Bind what takes attention's place in a recurrent layer; None for one that attends.
+
+    Raises:
+        KernelUnavailable: the kernels of the device do not compute it.
+    """
+    if layer.state is None:
+        return None
+    if ops.delta is None:
+        raise KernelUnavailable(
+            "these kernels do not compute recurrent layers; set device='cpu', or "
+            "kernels='reference' (slow)"
+        )
+    assert weights.state_conv is not None
+    assert weights.state_decay is not None
+    assert weights.state_bias is not None
+    assert weights.state_norm is not None
+    return ops.delta(
+        DeltaParts(
+            layer.state.delta,
+            weights.state_conv.reshape(layer.state.delta.channels, -1),
+            weights.state_decay,
+            weights.state_bias,
+            weights.state_norm,
+            spec.norm_eps,
+        )
+    )
+
+
+def project_state(
+    spec: ModelSpec, weights: LayerWeights, residual: Array, ops: OpTable
+) -> tuple[Array, Array]:
+    """Return what a recurrent layer mixes: q, k, v and gate, and the gates of its state.
+
+    Both are [T, N], as ``kernels.delta.DeltaLayer`` takes them, of the layer's input [T, C].
+    """
+    assert weights.state_gates is not None
+    x = pre_norm(spec, residual, weights.input_norm, ops)
+    return ops.linear(x, weights.qkv, None), ops.linear(x, weights.state_gates, None)
 
 
 def feed_forward(

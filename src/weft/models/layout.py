@@ -14,7 +14,7 @@ from weft.kernels.storage import GATED, Storage, computed_as
 from weft.models.parameter import Parameter, Piece, Shape
 from weft.models.quant_config import StoredWeights
 from weft.models.shard import WHOLE, Shard, cut, has_mlp
-from weft.models.spec import LayerSpec, ModelSpec, MoeSpec
+from weft.models.spec import LayerSpec, ModelSpec, MoeSpec, StateSpec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -52,7 +52,7 @@ def parameters(spec: ModelSpec, *, stacked_experts: bool = False) -> Iterator[Pa
         yield _whole("per_layer_norm", norm, (spec.per_layer_input_size,))
     for number, layer in enumerate(spec.layers):
         inside = [
-            *_attention(spec, layer),
+            *(_attention(spec, layer) if layer.state is None else _recurrence(spec, layer.state)),
             *_norms(spec),
             *_mlp(spec, layer),
             *_experts(spec, layer, stacked_experts),
@@ -239,6 +239,52 @@ def _of_q(spec: ModelSpec, layer: LayerSpec, first: int) -> Iterator[Piece]:
         part = (slice(start, start + dim),)
         index = (slice(head * dim, (head + 1) * dim),)
         yield Piece("self_attn.q_proj.weight", shape, index, part)
+
+
+def _recurrence(spec: ModelSpec, state: StateSpec) -> Iterator[Parameter]:
+    """Yield what takes attention's place in a recurrent layer, as Qwen3-Next and 3.5 store it."""
+    shape, hidden, home = state.delta, spec.hidden_size, "linear_attn"
+    heads, rows = shape.value_heads, shape.channels + shape.values
+    if spec.layout.fused_state:
+        each = heads // shape.key_heads
+        values = each * shape.value_dim
+        inside = (shape.key_dim, shape.key_dim, values, values)
+        yield _by_key_head("qkv", f"{home}.in_proj_qkvz.weight", inside, shape.key_heads, hidden)
+        gates = (each, each)
+        yield _by_key_head(
+            "state_gates", f"{home}.in_proj_ba.weight", gates, shape.key_heads, hidden
+        )
+    else:
+        parts = [("in_proj_qkv", shape.channels), ("in_proj_z", shape.values)]
+        yield _stack("qkv", [(f"{home}.{name}.weight", n) for name, n in parts], hidden)
+        parts = [("in_proj_b", heads), ("in_proj_a", heads)]
+        yield _stack("state_gates", [(f"{home}.{name}.weight", n) for name, n in parts], hidden)
+    yield _whole("output", f"{home}.out_proj.weight", (hidden, rows - shape.channels))
+    conv = Piece(f"{home}.conv1d.weight", (shape.channels, 1, shape.taps))
+    yield Parameter("state_conv", (shape.channels, 1, shape.taps), (conv,))
+    yield _whole("state_decay", f"{home}.A_log", (heads,))
+    yield _whole("state_bias", f"{home}.dt_bias", (heads,))
+    yield _whole("state_norm", f"{home}.norm.weight", (shape.value_dim,))
+
+
+def _by_key_head(
+    name: str, tensor: str, sizes: tuple[int, ...], heads: int, columns: int
+) -> Parameter:
+    """Return a parameter whose parts a tensor has for one key head after the other.
+
+    Args:
+        sizes: rows of each part, of a head.
+    """
+    width = sum(sizes)
+    shape, pieces, begin = (heads * width, columns), [], 0
+    for place, size in enumerate(sizes):
+        first = sum(sizes[:place])
+        for head in range(heads):
+            start, to = head * width + first, begin + head * size
+            part = (slice(start, start + size),)
+            pieces.append(Piece(tensor, shape, (slice(to, to + size),), part))
+        begin += heads * size
+    return Parameter(name, shape, tuple(pieces))
 
 
 def _qk_norm(spec: ModelSpec, layer: LayerSpec) -> Parameter:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
 
+from weft.core.errors import InvariantError
+from weft.kernels.delta import DeltaShape
 from weft.kernels.routing import Routing
 from weft.models.quant_config import StoredWeights
 
@@ -95,6 +97,23 @@ class GateSpec:
 
 
 @dataclass(frozen=True)
+class StateSpec:
+    """What takes attention's place in a recurrent layer, with its sizes.
+
+    Attributes:
+        kind: ``delta``: the gated delta rule behind a short convolution (Yang et al. 2024).
+    """
+
+    kind: str
+    delta: DeltaShape
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the layer's part of a state."""
+        return self.delta.state_bytes
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """The parameters in which layers may differ."""
 
@@ -107,6 +126,20 @@ class LayerSpec:
     kv_source: int | None = None  # the earlier layer whose KV this one reads instead of its own
     value_is_key: bool = False  # V is the K projection before its norm and rotation
     sinks: bool = False  # each query head has a score without a value (Xiao et al. 2023)
+    state: StateSpec | None = None  # in place of attention, whose sizes are then without meaning
+
+
+@dataclass(frozen=True)
+class StateGroup:
+    """The recurrent layers of a model, of all of which a slot holds the state.
+
+    Attributes:
+        layers: their numbers, in the order of a store.
+        slot_bytes: of all of them.
+    """
+
+    layers: tuple[int, ...]
+    slot_bytes: int
 
 
 @dataclass(frozen=True)
@@ -149,6 +182,9 @@ class CheckpointLayout:
     prefixes: tuple[str, ...] = ("model.",)
     fused_qkv: bool = False  # stored as qkv_proj, as in Phi-3
     gate_in_q: bool = False  # q_proj has the rows of each head's gate behind those of its query
+    fused_state: bool = (
+        False  # inputs of recurrent layers are stored by key head, as Qwen3-Next has
+    )
     fused_gate_up: bool = False  # stored as gate_up_proj
     stacked_experts: bool = False  # those of a layer are always one tensor
     transposed_experts: bool = False  # of these tensors floats are stored as [E, inputs, outputs]
@@ -270,7 +306,7 @@ class ModelSpec:
         """
         members: dict[tuple[int | None, int, int], list[int]] = {}
         for index, layer in enumerate(self.layers):
-            if layer.kv_source is None:
+            if layer.kv_source is None and layer.state is None:
                 key = (layer.window, layer.num_kv_heads, layer.head_dim)
                 members.setdefault(key, []).append(index)
         if self.stage.groups:
@@ -289,14 +325,24 @@ class ModelSpec:
         return tuple(groups)
 
     @cached_property
-    def _attention(self) -> tuple[AttentionParams, ...]:
+    def states(self) -> StateGroup | None:
+        """The recurrent layers; None for a model of attention alone."""
+        kinds = {i: layer.state for i, layer in enumerate(self.layers) if layer.state is not None}
+        if not kinds:
+            return None
+        return StateGroup(tuple(kinds), sum(kind.bytes for kind in kinds.values()))
+
+    @cached_property
+    def _attention(self) -> tuple[AttentionParams | None, ...]:
         place = {
             layer: (group_index, index)
             for group_index, group in enumerate(self.kv_groups)
             for index, layer in enumerate(group.layers)
         }
         return tuple(
-            AttentionParams(
+            None
+            if layer.state is not None
+            else AttentionParams(
                 *place[number if layer.kv_source is None else layer.kv_source],
                 scale=self.attention_scale,
                 window=layer.window,
@@ -306,5 +352,8 @@ class ModelSpec:
         )
 
     def attention(self, layer: int) -> AttentionParams:
-        """Return the attention parameters and the cache place of one layer."""
-        return self._attention[layer]
+        """Return the attention parameters and the cache place of one layer that attends."""
+        found = self._attention[layer]
+        if found is None:
+            raise InvariantError(f"layer {layer} is recurrent and does not attend")
+        return found

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from weft.core.errors import ParameterError
-from weft.core.plan import StepOutputs, StepPlan, StepResult, SubBatch, Tier, Update
+from weft.core.plan import StateRow, StepOutputs, StepPlan, StepResult, SubBatch, Tier, Update
 from weft.core.types import FinishReason, Request, Sequence, ServiceClass
 from weft.sched.admission import Admission
 from weft.sched.batch import BatchBuilder, Launched, end_after, update_of
@@ -166,6 +166,12 @@ class Scheduler:
                 f"known: {', '.join(self._priorities)}.",
                 param="service_class",
             )
+        if self.cache.states is not None and request.sampling.speculation:
+            raise ParameterError(
+                "This model has recurrent layers, whose states cannot be taken back where a guess "
+                "fails; set speculation to 0.",
+                param="speculation",
+            )
         sequence = sequence_of(
             request,
             (self._priorities[request.service_class], self.admission.arrivals + 1),
@@ -234,12 +240,13 @@ class Scheduler:
             cut = self.halves.split(step)
         halves = [(0, cut), (cut, whole)] if cut < whole else [(0, whole)]
         self.totals.split_steps += cut < whole
+        states = self._states(step)
         self._launched.append(
             Launched(step_id, step.sequences, step.counts, step.samples, step.drafts)
         )
         plan = StepPlan(
             step_id,
-            tuple(sub_batch(step, *half) for half in halves) if step.rows else (),
+            tuple(sub_batch(step, *half, states=states) for half in halves) if step.rows else (),
             drop=self.sequences.take_dropped(),
             add=tuple(step.adds),
             extend=tuple(step.extends),
@@ -253,6 +260,13 @@ class Scheduler:
         for part in self.parts:
             plan = part.launch(step, plan)
         return plan
+
+    def _states(self, step: BatchBuilder) -> tuple[StateRow, ...]:
+        """What the rows of a step read and write of recurrent states; empty without any."""
+        if (slots := self.cache.states) is None:
+            return ()
+        rows = zip(step.sequences, step.starts, step.counts, strict=True)
+        return tuple(slots.plan(sequence.id, start, count) for sequence, start, count in rows)
 
     # -- committing ---------------------------------------------------------------------------
 
@@ -278,8 +292,14 @@ class Scheduler:
             part.check()
 
 
-def sub_batch(step: BatchBuilder, first: int, end: int, tiers: tuple[Tier, ...] = ()) -> SubBatch:
-    """Rows [first, end) of a step, with their drafts."""
+def sub_batch(
+    step: BatchBuilder,
+    first: int,
+    end: int,
+    tiers: tuple[Tier, ...] = (),
+    states: tuple[StateRow, ...] = (),
+) -> SubBatch:
+    """Rows [first, end) of a step, with their drafts, and their part of the states of all rows."""
     rows = tuple(step.rows[first:end])
     here = set(rows) if step.drafts else ()
     return SubBatch(
@@ -289,4 +309,5 @@ def sub_batch(step: BatchBuilder, first: int, end: int, tiers: tuple[Tier, ...] 
         tuple(step.samples[first:end]),
         tiers,
         {sequence.row: draft for sequence, draft in step.drafts if sequence.row in here},
+        states[first:end],
     )

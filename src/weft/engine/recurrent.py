@@ -1,0 +1,49 @@
+"""Which engines can serve models with recurrent layers."""
+
+from __future__ import annotations
+
+from weft.core.config import EngineConfig
+from weft.core.errors import ConfigError, KernelError
+from weft.engine.devices import is_cpu
+from weft.kernels.interface import OpTable
+from weft.models.spec import ModelSpec
+
+
+def check_recurrent(config: EngineConfig, spec: ModelSpec, ops: OpTable, device: str) -> None:
+    """Check that an engine can keep the states of a model, if it has any.
+
+    Raises:
+        ConfigError: a setting needs what states do not have yet; the message says what to set.
+        KernelError: there is no kernel for the layers here.
+    """
+    if spec.states is None:
+        return
+    if ops.delta is None or not is_cpu(device):
+        raise KernelError(
+            "This model has recurrent layers, for which there are no kernels for GPUs yet; set "
+            "device to cpu."
+        )
+    wanted = {
+        "tensor_parallel": (config.tensor_parallel > 1, "cut over ranks", "1"),
+        "pipeline_parallel": (config.pipeline_parallel > 1, "split into stages", "1"),
+        "host_kv_memory": (config.host_kv_memory is not None, "moved to the host", "nothing"),
+        "speculation": (config.speculation > 0, "taken back where a guess fails", "0"),
+        "kv_disk": (config.kv_disk is not None, "kept on disk", "nothing"),
+        "resident": (config.resident == "on", "advanced by the resident loop", "auto"),
+    }
+    for name, (is_set, what, value) in wanted.items():
+        if is_set:
+            raise ConfigError(
+                f"This model has recurrent layers, whose states cannot be {what} yet; set {name} "
+                f"to {value}.",
+                param=name,
+            )
+    if ops.names["paged_attention"] == "cpu":
+        from weft.kernels.cpu.delta import refusal
+
+        for layer in spec.layers:
+            if layer.state is not None and (why := refusal(layer.state.delta)):
+                raise KernelError(
+                    f"No CPU kernel computes recurrent layers with {why}; set kernels to reference "
+                    "(slow)."
+                )

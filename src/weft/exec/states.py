@@ -1,0 +1,59 @@
+"""Slots of recurrent state: their memory, and which of them a sub-batch reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.core.errors import InvariantError
+from weft.core.plan import SubBatch
+from weft.exec.store import Memory, host_memory
+from weft.kernels.arrays import Array
+from weft.kernels.delta import LayerStates, StateBatch
+from weft.models.spec import ModelSpec
+
+
+class StateStore:
+    """Memory for the states of all recurrent layers of a model.
+
+    Attributes:
+        layers: by the number of a recurrent layer its states by slot, float32.
+    """
+
+    def __init__(self, spec: ModelSpec, slots: int, memory: Memory = host_memory) -> None:
+        """Make the slots of a model that has recurrent layers."""
+        self.layers: dict[int, LayerStates] = {}
+        for number, layer in enumerate(spec.layers):
+            if layer.state is not None:
+                shape = layer.state.delta
+                sizes = (shape.matrix, shape.kept_inputs)
+                self.layers[number] = LayerStates(
+                    *(memory((slots, *size), "float32") for size in sizes)
+                )
+
+
+def state_batch(batch: SubBatch, wrap: Callable[[NDArray[np.int32]], Array]) -> StateBatch:
+    """Return what the rows of a sub-batch read and write.
+
+    Args:
+        wrap: makes the arrays of a forward pass of numpy's.
+
+    Raises:
+        InvariantError: the plan says nothing of states.
+    """
+    if len(batch.states) != len(batch.rows) or batch.drafts:
+        raise InvariantError("a model with recurrent layers needs a state for each row")
+    bounds = np.cumsum((0, *batch.counts), dtype=np.int32)
+    marks = [
+        (bounds[row] + place - start - 1, slot)
+        for row, (start, state) in enumerate(zip(batch.starts, batch.states, strict=True))
+        for place, slot in state.marks
+    ]
+    return StateBatch(
+        wrap(bounds),
+        wrap(np.array([state.read for state in batch.states], np.int32)),
+        wrap(np.array([state.write for state in batch.states], np.int32)),
+        wrap(np.array(marks, np.int32).reshape(-1, 2)),
+    )

@@ -1,0 +1,95 @@
+"""Families with recurrent layers beside those of attention: ``config.json`` -> ``ModelSpec``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weft.kernels.delta import DeltaShape
+from weft.models.config_reader import ConfigReader
+from weft.models.family import FULL, Family, Multimodal, Sizes, read_sizes, read_text_part
+from weft.models.llama_like import llama_like
+from weft.models.spec import CheckpointLayout, GateSpec, LayerSpec, ModelSpec, StateSpec
+
+LINEAR = "linear_attention"
+PREDICTORS = r"mtp\..*"  # layers that guess further tokens, which are not used
+OTHER_TOWER = r"(model\.)?visual\..*"
+
+
+def _delta(config: ConfigReader) -> StateSpec:
+    """Read the sizes of layers by the gated delta rule."""
+    shape = DeltaShape(
+        key_heads=config.positive("linear_num_key_heads", 16),
+        value_heads=config.positive("linear_num_value_heads", 32),
+        key_dim=config.positive("linear_key_head_dim", 128),
+        value_dim=config.positive("linear_value_head_dim", 128),
+        taps=config.positive("linear_conv_kernel_dim", 4),
+    )
+    if shape.value_heads % shape.key_heads:
+        why = f"the {shape.key_heads} key heads must divide it"
+        config.refuse("linear_num_value_heads", shape.value_heads, why)
+    if shape.taps < 2:
+        config.refuse("linear_conv_kernel_dim", shape.taps, "a convolution reads 2 inputs or more")
+    return StateSpec("delta", shape)
+
+
+def _kinds(config: ConfigReader, sizes: Sizes) -> list[str]:
+    """Read which layers attend and which are recurrent; every fourth attends if nothing is said."""
+    interval = config.positive("full_attention_interval", 4)
+    default = [LINEAR if (i + 1) % interval else FULL for i in range(sizes.layers)]
+    found = config.value("layer_types", default)
+    if not isinstance(found, list) or any(kind not in (FULL, LINEAR) for kind in found):
+        config.refuse("layer_types", found, f"supported: lists of {FULL} and {LINEAR}")
+    if len(found) != sizes.layers:
+        config.refuse("layer_types", found, f"{sizes.layers} entries are needed, one a layer")
+    if FULL not in found:
+        config.refuse("layer_types", found, "at least one layer must attend")
+    return found
+
+
+def _hybrid(
+    config: ConfigReader, sizes: Sizes, layers: list[LayerSpec], layout: CheckpointLayout
+) -> ModelSpec:
+    """Return the spec of a model of Qwen3-Next's kind: gates in Q, a quarter of heads rotates."""
+    bias = config.flag("attention_bias", False)
+    if bias:
+        config.refuse("attention_bias", bias, "models of this kind have none")
+    return llama_like(
+        config,
+        sizes,
+        layers,
+        sizes.rope_context(partial=True, partial_rotary_factor=0.25),
+        qk_norm=True,
+        norm_plus_one=True,
+        output_gate=GateSpec(),
+        layout=replace(layout, gate_in_q=True, ignored=(*layout.ignored, PREDICTORS)),
+    )
+
+
+def qwen3_5(config: ConfigReader, limit: int | None) -> ModelSpec:
+    """Qwen 3.5 and 3.6, dense: three of four layers by the gated delta rule."""
+    config.assume(head_dim=256)
+    config.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
+    config.ignore("attn_output_gate")
+    sizes = read_sizes(config, limit)
+    state = _delta(config)
+    layers = [sizes.layer(state=state if k == LINEAR else None) for k in _kinds(config, sizes)]
+    return _hybrid(config, sizes, layers, CheckpointLayout())
+
+
+def qwen3_5_text_part(config: ConfigReader, limit: int | None) -> ModelSpec:
+    """The text model of a Qwen 3.5, which also reads images."""
+    config.ignore("vision_start_token_id", "vision_end_token_id")
+    spec = read_text_part(qwen3_5, config, limit)
+    layout = replace(spec.layout, ignored=(*spec.layout.ignored, OTHER_TOWER))
+    return replace(spec, layout=layout)
+
+
+HYBRIDS = (
+    Family(
+        "qwen3_5",
+        "Qwen3_5ForCausalLM",
+        "qwen3_5_text",
+        qwen3_5,
+        (Multimodal("Qwen3_5ForConditionalGeneration", "qwen3_5", qwen3_5_text_part),),
+    ),
+)
