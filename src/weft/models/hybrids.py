@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from weft.kernels.delta import DeltaShape
 from weft.models.config_reader import ConfigReader
-from weft.models.family import FULL, Family, Multimodal, Sizes, read_sizes, read_text_part
+from weft.models.family import (
+    FULL,
+    Family,
+    Multimodal,
+    Reader,
+    Sizes,
+    read_sizes,
+    read_text_part,
+)
 from weft.models.llama_like import llama_like
-from weft.models.spec import CheckpointLayout, GateSpec, LayerSpec, ModelSpec, StateSpec
+from weft.models.moe_families import QWEN_NAMES
+from weft.models.spec import CheckpointLayout, GateSpec, LayerSpec, ModelSpec, MoeSpec, StateSpec
 
 LINEAR = "linear_attention"
+_UNUSED = (  # of layers that guess further tokens; and of other engines
+    *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"),
+)
 PREDICTORS = r"mtp\..*"  # layers that guess further tokens, which are not used
 OTHER_TOWER = r"(model\.)?visual\..*"
 
@@ -53,6 +66,8 @@ def _hybrid(
     bias = config.flag("attention_bias", False)
     if bias:
         config.refuse("attention_bias", bias, "models of this kind have none")
+    if not config.flag("attn_output_gate", True):
+        config.refuse("attn_output_gate", False, "attention of this kind has a gate")
     return llama_like(
         config,
         sizes,
@@ -68,8 +83,7 @@ def _hybrid(
 def qwen3_5(config: ConfigReader, limit: int | None) -> ModelSpec:
     """Qwen 3.5 and 3.6, dense: three of four layers by the gated delta rule."""
     config.assume(head_dim=256)
-    config.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
-    config.ignore("attn_output_gate")
+    config.ignore(*_UNUSED)
     sizes = read_sizes(config, limit)
     state = _delta(config)
     layers = [sizes.layer(state=state if k == LINEAR else None) for k in _kinds(config, sizes)]
@@ -78,13 +92,79 @@ def qwen3_5(config: ConfigReader, limit: int | None) -> ModelSpec:
 
 def qwen3_5_text_part(config: ConfigReader, limit: int | None) -> ModelSpec:
     """The text model of a Qwen 3.5, which also reads images."""
+    return _text_part(qwen3_5, config, limit)
+
+
+def _text_part(read: Reader, config: ConfigReader, limit: int | None) -> ModelSpec:
     config.ignore("vision_start_token_id", "vision_end_token_id")
-    spec = read_text_part(qwen3_5, config, limit)
+    spec = read_text_part(read, config, limit)
     layout = replace(spec.layout, ignored=(*spec.layout.ignored, OTHER_TOWER))
     return replace(spec, layout=layout)
 
 
+def _experts(config: ConfigReader) -> tuple[MoeSpec, int]:
+    """Read experts beside a gated shared one, and the width of that."""
+    moe = MoeSpec(
+        num_experts=config.positive("num_experts"),
+        top_k=config.positive("num_experts_per_tok"),
+        intermediate_size=config.positive("moe_intermediate_size", 512),
+        normalise=config.flag("norm_topk_prob", True),
+        shared=True,
+        shared_gate=True,
+    )
+    return moe, config.positive("shared_expert_intermediate_size", 512)
+
+
+def _sparse_layers(
+    config: ConfigReader, sizes: Sizes, shared: int, dense: Sequence[int] = (), step: int = 1
+) -> list[LayerSpec]:
+    """Return the layers, with experts but for those that are ``dense`` or between steps."""
+    state, found = _delta(config), []
+    for number, kind in enumerate(_kinds(config, sizes)):
+        sparse = number not in dense and (number + 1) % step == 0
+        width = shared if sparse else sizes.intermediate
+        recurrent = state if kind == LINEAR else None
+        found.append(sizes.layer(state=recurrent, moe=sparse, intermediate_size=width))
+    return found
+
+
+def qwen3_next(config: ConfigReader, limit: int | None) -> ModelSpec:
+    """Qwen3-Next: three of four layers by the gated delta rule, experts beside a shared one."""
+    config.assume(head_dim=256)
+    sizes = read_sizes(config, limit)
+    moe, shared = _experts(config)
+    dense = config.integers("mlp_only_layers")
+    step = config.positive("decoder_sparse_step", 1)
+    layers = _sparse_layers(config, sizes, shared, dense, step)
+    layout = CheckpointLayout(fused_state=True, renamed=QWEN_NAMES)
+    return replace(_hybrid(config, sizes, layers, layout), moe=moe)
+
+
+def qwen3_5_moe(config: ConfigReader, limit: int | None) -> ModelSpec:
+    """Qwen 3.5 and 3.6 with experts beside a gated shared one, in all layers."""
+    config.assume(head_dim=256, intermediate_size=1)
+    config.ignore(*_UNUSED)
+    sizes = read_sizes(config, limit)
+    moe, shared = _experts(config)
+    layout = CheckpointLayout(renamed=QWEN_NAMES)
+    layers = _sparse_layers(config, sizes, shared)
+    return replace(_hybrid(config, sizes, layers, layout), moe=moe)
+
+
+def qwen3_5_moe_text_part(config: ConfigReader, limit: int | None) -> ModelSpec:
+    """The text model of a Qwen 3.5 with experts, which also reads images."""
+    return _text_part(qwen3_5_moe, config, limit)
+
+
 HYBRIDS = (
+    Family("qwen3_next", "Qwen3NextForCausalLM", "qwen3_next", qwen3_next),
+    Family(
+        "qwen3_5_moe",
+        "Qwen3_5MoeForCausalLM",
+        "qwen3_5_moe_text",
+        qwen3_5_moe,
+        Multimodal("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", qwen3_5_moe_text_part),
+    ),
     Family(
         "qwen3_5",
         "Qwen3_5ForCausalLM",

@@ -33,7 +33,7 @@ _MIXTRAL_NAMES = {
     "mlp.experts.*.up_proj": "block_sparse_moe.experts.*.w3",
     "mlp.experts.*.down_proj": "block_sparse_moe.experts.*.w2",
 }
-_QWEN_NAMES = {
+QWEN_NAMES = {
     f"mlp.shared_experts.{part}": f"mlp.shared_expert.{part}"
     for part in ("gate_proj", "up_proj", "down_proj")
 }
@@ -313,7 +313,7 @@ def qwen2_moe(config: ConfigReader, limit: int | None) -> ModelSpec:
         _layers(sizes, [SPARSE if flag else DENSE for flag in sparse], shared, windows),
         moe=moe,
         qkv_bias=config.flag("qkv_bias", True),
-        layout=CheckpointLayout(renamed=_QWEN_NAMES),
+        layout=CheckpointLayout(renamed=QWEN_NAMES),
     )
 
 
