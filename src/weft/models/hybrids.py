@@ -163,7 +163,7 @@ HYBRIDS = (
         "Qwen3_5MoeForCausalLM",
         "qwen3_5_moe_text",
         qwen3_5_moe,
-        Multimodal("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", qwen3_5_moe_text_part),
+        (Multimodal("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", qwen3_5_moe_text_part),),
     ),
     Family(
         "qwen3_5",
