@@ -7,8 +7,9 @@ H100, as launches follow from a device's multiprocessors.
 
 Bytes are those of the arrays that a kernel has to read and write once each; caches hold what is
 read twice. Operations are those of products, attention included. Greedy choice is assumed, and
-that tokens choose experts alike. A kernel that ``ROLES`` does not name is an error: whoever adds a
-kernel says here what it reads and writes.
+that tokens choose experts alike. Weights are floats, rounded as ``quantize`` does, or stored as in
+checkpoints (``STORED``). A kernel that ``ROLES`` does not name is an error: whoever adds a kernel
+says here what it reads and writes.
 """
 
 from __future__ import annotations
@@ -54,23 +55,30 @@ from weft.kernels.ops import select_ops  # noqa: E402
 from weft.kernels.sampling import RowState  # noqa: E402
 from weft.kernels.unavailable import KernelUnavailable  # noqa: E402
 from weft.models.decoder import Decoder  # noqa: E402
-from weft.models.layout import parameters, storage_of  # noqa: E402
+from weft.models.layout import parameters, storage_of, stored_as  # noqa: E402
 from weft.models.spec import ModelSpec  # noqa: E402
 
 WHERE = torch.device("cpu")  # or torch wants a driver for what it makes of numbers
 BLOCK = 16
 QUANTIZE = ("none", "fp8", "fp8-head", "int8", "int4")
+STORED: dict[str, dict[str, Any]] = {  # formats of checkpoints, as their configs say
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128},
+    "fp8-blocks": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+    "mxfp4": {"quant_method": "mxfp4"},  # of experts
+}
 
 # Of each kernel the arguments that it reads and those that it writes, each once. ``*``: what it
-# takes of the argument depends on numbers; ``Counter`` has how much.
+# takes of the argument depends on numbers; ``Counter`` has how much. ``?``: it reads the argument
+# if the constant behind it says so, a number being a bit of FLAGS.
 ROLES = {
     "gemm": ("x w factors scale bias residual", "out"),
     "gated_gemm": ("x w factors scale bias", "out scales"),
     "add_parts": ("parts row_scale scale bias residual", "out"),
     "_add_norm": ("x row_scale_of_x scale_of_x bias_of_x residual post weight", "total out scales"),
     "_rms_norm": ("x weight", "out"),
-    "coded_gemm": ("x w scale", "out"),  # it gets ``scale`` and ``out`` for what it has not
-    "_gather": ("ids w* scale*", "out"),
+    "coded_gemm": ("x w row_scales?ROUNDED scale zero?ZEROS bias?4 residual?8", "out"),
+    "_round_groups": ("x", "codes scales"),
+    "_gather_rows": ("ids w* scale* zero*?ZEROS", "out"),
     "_rotate": ("x row_scale scale_of_x bias weight cos sin slot_mapping", "out k_cache* v_cache*"),
     "_act_mul": ("gate_up", "out"),
     "_act_mul_round": ("gate_up", "out scales"),
@@ -86,6 +94,10 @@ ROLES = {
     "_route": ("scores row_scale scale bias", "shares experts"),
     "_blocks": ("starts", "experts firsts"),
     "_grouped": ("x w* row_scale scale* share order starts experts firsts", "out"),
+    "grouped_codes": (
+        "x w* row_scales?ROUNDED scale* zero*?ZEROS share order starts experts firsts",
+        "out",
+    ),
     "_combine": ("parts experts", "out"),
     "_softcap": ("logits", "out"),
     "_process_logits": ("changes", ""),
@@ -150,6 +162,9 @@ class Counter:
             line.operations += 2 * made[0].numel() * rows.shape[1]
 
     def _bytes(self, kernel: str, part: str, given: dict[str, Any]) -> int:
+        part, _, needs = part.partition("?")
+        if needs and not (given["FLAGS"] & int(needs) if needs.isdigit() else given[needs]):
+            return 0
         tensor = given.get(part.rstrip("*"))
         if not isinstance(tensor, Tensor):
             return 0
@@ -161,9 +176,9 @@ class Counter:
                 return batch * tensor[:1].numel() * tensor.itemsize
             case "_rotate":
                 return batch * given["KV_HEADS"] * tensor.shape[-1] * tensor.itemsize
-            case "_gather":
+            case "_gather_rows":
                 return batch * size_of(tensor) // given["N"]
-            case "_grouped":
+            case "_grouped" | "grouped_codes":
                 return round(size_of(tensor) * self._chosen(len(tensor)))
         if part in ("keys*", "values*"):
             seen = min(context, given["WINDOW"] or context)
@@ -191,7 +206,7 @@ class Counter:
         if kernel in ("gemm", "gated_gemm", "coded_gemm"):
             halves = 2 if kernel == "gated_gemm" else 1
             return 2 * given["M"] * given["N"] * given["K"] * halves
-        if kernel == "_grouped":
+        if kernel in ("_grouped", "grouped_codes"):
             halves = 2 if given["GATED"] else 1
             return 2 * len(given["order"]) * given["N"] * given["K"] * halves
         if kernel == "decode_kernel":
@@ -251,6 +266,8 @@ def bare_decoder(spec: ModelSpec, quantize: str, ops: OpTable) -> Decoder:
         tied = parameter.name == "embed" and spec.tied_embeddings
         name = "lm_head" if tied else parameter.name
         storage = storage_of(name, quantize, 64)
+        if storage is None and spec.stored_weights is not None:
+            storage = stored_as(spec.stored_weights, parameter)
         tensor = torch.empty(parameter.shape, dtype=torch.bfloat16, device=WHERE)
         if storage is None or ops.quantise is None:
             weights[parameter.name] = ops.pack(name, tensor)
@@ -267,14 +284,15 @@ def sheet(case: Case) -> dict[str, Line]:
     Raises:
         SystemExit: the model is unknown, or a kernel is.
     """
-    spec = shape(case.model, case.context)
+    spec = shape(case.model, case.context, stored=STORED.get(case.quantize))
     table = InputBatch(case.batch, case.context, [-(-case.context // BLOCK)] * len(spec.kv_groups))
     windows, sizes = [group.window for group in spec.kv_groups], (case.batch,)
     packer = StepPacker(table, BLOCK, windows, HostDevice(), case.batch, sizes, None, None)
     with catch_warnings(), FakeTensorMode(), torch.inference_mode():
         simplefilter("ignore")  # an address is asked for that is never used
         ops = select_ops("cpu", "bfloat16", "triton", tuning="heuristic")
-        decoder = bare_decoder(spec, case.quantize, ops)
+        rounded = case.quantize if case.quantize in QUANTIZE else "none"
+        decoder = bare_decoder(spec, rounded, ops)
         blocks = [case.batch * -(-case.context // BLOCK)] * len(spec.kv_groups)
         memory = tensor_memory(str(WHERE))
         store = KVStore(spec.kv_groups, blocks, BLOCK, case.kv_dtype, memory)
@@ -301,7 +319,7 @@ def printed(case: Case, lines: dict[str, Line]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="qwen2.5-7b", help=f"one of: {', '.join(CONFIGS)}")
-    parser.add_argument("--quantize", default="fp8", choices=QUANTIZE)
+    parser.add_argument("--quantize", default="fp8", choices=(*QUANTIZE, *STORED))
     parser.add_argument("--kv-dtype", default="bfloat16", choices=("bfloat16", "int8", "fp8"))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 64, 128, 512])
     parser.add_argument("--context", type=int, default=272, help="tokens that each row knows")

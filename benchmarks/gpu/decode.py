@@ -217,7 +217,7 @@ def measure(
     if cuda or missed:
         with tempfile.TemporaryDirectory() as folder:
             file = trace_file(Path(folder), name)
-            spans = engine.trace(batch, TRACED_STEPS, file)
+            spans = engine.trace(batch, min(TRACED_STEPS, output), file)
             if cuda:
                 missed |= missing(figure(f"{name}: GPU idle", idle_share(spans)))
             print_profile(name, spans)

@@ -62,16 +62,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
 DEVIATION = 0.02  # of the weights, as models are initialised
 
 
-def shape(name: str, max_model_len: int, layers: int | None = None) -> ModelSpec:
-    """The spec of a shape, with fewer layers if so many are given.
+def shape(
+    name: str,
+    max_model_len: int,
+    layers: int | None = None,
+    stored: dict[str, Any] | None = None,
+) -> ModelSpec:
+    """The spec of a shape.
+
+    Args:
+        layers: fewer than it has.
+        stored: ``quantization_config`` of a checkpoint whose weights are quantised.
 
     Raises:
         SystemExit: an unknown name.
     """
     if name not in CONFIGS:
         raise SystemExit(f"no shape is called {name}; they are: {', '.join(CONFIGS)}")
-    fewer = {} if layers is None else {"num_hidden_layers": layers}
-    return spec_from_config(CONFIGS[name] | fewer, max_model_len)
+    changed: dict[str, Any] = {} if layers is None else {"num_hidden_layers": layers}
+    changed |= {} if stored is None else {"quantization_config": stored}
+    return spec_from_config(CONFIGS[name] | changed, max_model_len)
 
 
 def random_decoder(

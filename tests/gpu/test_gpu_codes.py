@@ -17,8 +17,13 @@ from test_models_quant import FORMATS, drawn, formula, rewritten
 from torch import Tensor
 
 from depth import deep_on_cpu
+from weft.core.config import EngineConfig
+from weft.core.errors import KernelError
 from weft.core.types import SamplingParams
+from weft.engine.model import find_model
+from weft.engine.weights import check_launches, launch_shapes, product_shapes
 from weft.kernels.triton.coded_matrix import CodedMatrix
+from weft.kernels.tuning import Heuristic, LaunchShape, Pinned
 
 GREEDY = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, seed=0)
 SCORED = replace(GREEDY, max_tokens=1, prompt_logprobs=0)
@@ -90,6 +95,35 @@ def test_a_checkpoint_gives_the_logits_of_plain_torch(name, tmp_path) -> None:
     room = BETWEEN_CODES if "fp8" in name else TOLERANCE
     assert truth.gap(PROMPTS[0], answers[0]) < room
     assert truth.miss(PROMPTS[1], answers[1]) < room
+
+
+def test_products_of_layers_that_a_checkpoint_keeps_in_floats_are_tuned_as_well(tmp_path) -> None:
+    """A file of launches would else lack one, which only a step would notice."""
+    pack, bits, group, config = FORMATS["awq-64"]
+
+    def store(module: str, weight: Tensor):
+        if module.endswith("down_proj"):
+            return {f"{module}.weight": weight}, weight
+        codes = drawn(*weight.shape, bits, group)
+        return pack(module, *codes, bits), weight
+
+    folder, settings = tmp_path / "stored", {"bits": bits, "group_size": group}
+    rewritten(source(tmp_path / "source", "qwen3-full"), folder, {**config, **settings}, store)
+    engine = EngineConfig(model=str(folder), kernels="triton", dtype="bfloat16")
+    model = find_model(engine)
+    assert model.source == folder
+    shapes = product_shapes(engine, model.spec, "bfloat16", folder)
+    down = LaunchShape("gemm", "bfloat16", (128, 256))
+    assert down in shapes
+    assert LaunchShape("gemm", "int4/64 in bfloat16", (512, 128)) in shapes  # gate_up
+    by_config = product_shapes(engine, model.spec, "bfloat16")
+    assert set(by_config) ^ set(shapes) == {down, replace(down, kind="int4/64 in bfloat16")}
+    rule = Heuristic(132, 227 * 1024)
+    every = launch_shapes(engine, model.spec, "bfloat16")
+    entries = {(shape, rows): rule.launch(shape, rows) for shape in every for rows in shape.buckets}
+    ops = replace(model.ops, tuning=Pinned(tmp_path / "gpu.json", "any", entries))
+    with pytest.raises(KernelError, match=r"no tuned launch for gemm bfloat16 \[128, 256\]"):
+        check_launches(engine, model.spec, "bfloat16", ops, folder)
 
 
 def test_weights_that_are_rounded_to_int4(tmp_path) -> None:

@@ -71,12 +71,50 @@ def test_mixtures_launch_what_they_have_to() -> None:
     assert launches(found) == step(48, A_LAYER | experts | {"gemm": 3}, "gemm")
 
 
+# How experts are stored: bytes of a weight with its share of scales, the kernel that multiplies
+# them, and what else a layer launches for its products and theirs.
+EXPERTS = {
+    "fp8": (1 + 4 / 2048, "_grouped", {"gemm": 3, "_round_rows": 3}),
+    "int4": (0.5 + 2 / 64, "grouped_codes", {"coded_gemm": 2, "gemm": 1}),
+    "awq": (0.5 + 3 / 128, "grouped_codes", {"coded_gemm": 2, "gemm": 1}),  # and zero points
+    "fp8-blocks": (
+        1 + 4 / 128, "grouped_codes", {"coded_gemm": 2, "gemm": 1, "_round_groups": 4}
+    ),
+    "mxfp4": (0.5 + 1 / 32, "grouped_codes", {"gemm": 3}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stored", EXPERTS)
+def test_experts_in_codes_cost_what_they_have_to(stored: str) -> None:
+    """None but chosen ones are read, with their scales; nothing is added up by a kernel alone."""
+    each, kernel, more = EXPERTS[stored]
+    (found,) = sheets("--model", "qwen3-30b-a3b", "--quantize", stored, "--batch", 64).values()
+    sorting = {"torch sort": 1, "torch arange": 1, "torch searchsorted": 1}
+    layer = A_LAYER | {"_route": 1, "_blocks": 1, kernel: 2, "_combine": 1, **sorting, **more}
+    head = "coded_gemm" if stored == "int4" else "gemm"
+    assert launches(found) == step(48, layer, head)
+    chosen = 128 * (1 - (1 - 8 / 128) ** 64)
+    weights = 48 * chosen * (2 * 768 * 2048 + 2048 * 768) * each
+    assert weights < found[kernel]["read"] < 1.01 * weights
+    assert found[kernel]["operations"] == 48 * 2 * 64 * 8 * 3 * 768 * 2048
+
+
+def test_codes_with_zero_points_and_blocks_of_fp8_are_read_once() -> None:
+    """A block's scale is held for each of its outputs."""
+    layers = 28 * (4608 * 3584 + 3584 * 3584 + 3 * 3584 * 18944)
+    for stored, each, rounds in (("awq", 0.5 + 3 / 128, 0), ("fp8-blocks", 1 + 4 / 128, 4)):
+        (found,) = sheets("--model", "qwen2.5-7b", "--quantize", stored, "--batch", 1).values()
+        coded = {"coded_gemm": 4, "_act_mul": 1, "_round_groups": rounds}
+        assert launches(found) == +step(28, A_LAYER | coded, "gemm")
+        assert each * layers < found["coded_gemm"]["read"] < 1.002 * each * layers
+
+
 def test_codes_are_read_once() -> None:
-    """The head is not cut into parts; what is, is added by a kernel of its own."""
+    """The head is not cut into parts; what is, is added by whoever reads it."""
     found = sheets("--model", "qwen2.5-7b", "--quantize", "int4", "--batch", 1, 128)
-    coded = {"coded_gemm": 4, "_act_mul": 1}
-    for rows, more in ((1, {"add_parts": 3}), (128, {})):
-        assert launches(found[rows]) == step(28, A_LAYER | coded | more, "coded_gemm")
+    for rows in (1, 128):
+        layer = A_LAYER | {"coded_gemm": 4, "_act_mul": 1}
+        assert launches(found[rows]) == step(28, layer, "coded_gemm")
     layers = 28 * (4608 * 3584 + 3584 * 3584 + 3 * 3584 * 18944)
     head = 152_064 * 3584
     stored = (layers + head) / 2 + 2 * layers / 64 + 2 * head / 32  # and scales in bfloat16

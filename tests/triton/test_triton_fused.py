@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from closeness import DTYPES, assert_close
+from coded_weights import KINDS, drawn_weight
 from torch import Tensor
 from weights import Fixed, make
 
@@ -136,16 +137,20 @@ def test_keys_and_values_go_where_they_belong(dtype, stored) -> None:
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "fp8"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "fp8", "int4 by 32", "e4m3 by 64"])
 @pytest.mark.parametrize("splits", [2, 3])
 def test_parts_of_a_product_are_read_as_their_sum(kind, splits) -> None:
     """Bit for bit what the kernels make of the product that another kernel has added up."""
     torch.manual_seed(splits)
     heads, kv_heads, size, tokens = 3, 1, 24, 5
     outputs = (heads + 2 * kv_heads) * size
-    made = make(kind, torch.randn(outputs, 130), Fixed(16, 64, 32, splits))
+    launch = Fixed(16, 64, 32, splits)
+    if kind in KINDS:
+        made, _ = drawn_weight(kind, (outputs, 130), launch)
+    else:
+        made = make(kind, torch.randn(outputs, 130), launch)
     x, bias = torch.randn(tokens, 130).to(made.dtype), torch.randn(outputs).to(made.dtype)
-    rows = round_rows(x) if made.rounds else x
+    rows = round_rows(x) if kind == "fp8" else x
     parts, whole = product(rows, made, bias), linear(rows, made, bias)
     assert isinstance(parts, SplitProduct)
     assert (parts.shape, parts.dtype) == (whole.shape, whole.dtype)

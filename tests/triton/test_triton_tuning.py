@@ -19,14 +19,21 @@ from weft.core.errors import ConfigError, KernelError
 from weft.engine import tuning as engine_tuning
 from weft.engine.model import describe_kernels, find_model
 from weft.engine.tuning import products_to_measure, tune_kernels
-from weft.engine.weights import check_heads, check_launches, launch_shapes
+from weft.engine.weights import (
+    check_heads,
+    check_launches,
+    head_shape,
+    launch_shapes,
+    product_shapes,
+)
 from weft.kernels import reference, tuning
 from weft.kernels.candidates import MOST
 from weft.kernels.gpus import KNOWN
 from weft.kernels.ops import select_ops
 from weft.kernels.parts import StackParts
-from weft.kernels.triton import tuned, tuned_attention
+from weft.kernels.triton import matrix, tuned, tuned_attention
 from weft.kernels.triton.attention import paged_attention, plan_for
+from weft.kernels.triton.matrix import pack, quantised
 from weft.kernels.triton.tiles import Heads, Tile, launches, plan
 from weft.kernels.tuning import (
     DECODE,
@@ -41,6 +48,7 @@ from weft.kernels.tuning import (
     search,
 )
 from weft.kernels.unavailable import KernelUnavailable
+from weft.models.layout import storage_of
 
 CPU = torch.device("cpu")
 H200 = Heuristic(132, 227 * 1024)
@@ -273,7 +281,7 @@ EXPERTS = [
 
 def test_few_launches_are_worth_measuring() -> None:
     """A second or more to compile each: 15 measurements of a dense model, 8 of two of experts."""
-    h100 = products_to_measure(QWEN + EXPERTS, KNOWN["h100"])
+    h100 = products_to_measure(QWEN + EXPERTS, KNOWN["h100"], QWEN[-1])
     assert max(map(len, h100.values())) <= MOST
     dense = [len(h100[key]) for key in h100 if key[0] in QWEN]
     assert sum(dense) <= 15 * MOST + 5, "none for more than 64 rows, which torch computes"
@@ -294,8 +302,30 @@ def test_few_launches_are_worth_measuring() -> None:
             steps = shape.sizes[-1] / launch["BLOCK_K"] / splits
             assert steps > 0.5
             assert splits == 1 or 8 * splits * rows <= weight * shape.sizes[-1] / 4
-    older = products_to_measure(QWEN, KNOWN["a100"])
+    older = products_to_measure(QWEN, KNOWN["a100"], QWEN[-1])
     assert len(older[QWEN[0], 256]) > 1, "FP8 is computed here where torch has no such product"
+
+
+@pytest.mark.parametrize(
+    ("quantize", "kind"), [("fp8", "bfloat16"), ("fp8-head", "fp8 to bfloat16")]
+)
+def test_heads_in_fp8_are_measured_with_many_rows(quantize, kind, monkeypatch) -> None:
+    """Torch has no product of FP8 into the float32 of logits, as ``matrix`` knows."""
+    config = replace(BUILTIN, quantize=quantize)
+    spec = find_model(config).spec
+    head = head_shape(config, spec, "bfloat16")
+    assert (head.kind, head.sizes) == (kind, (spec.vocab_size, spec.hidden_size))
+    products = products_to_measure(product_shapes(config, spec, "bfloat16"), KNOWN["h100"], head)
+    storage = storage_of("lm_head", quantize, 0)
+    matrix_ = pack("lm_head", torch.zeros(head.sizes, dtype=torch.bfloat16), H200)
+    if storage is not None:
+        asked = {"device": CPU, "tuning": H200}
+        matrix_ = quantised("lm_head", head.sizes, "bfloat16", storage, **asked)
+    monkeypatch.setattr(matrix, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(matrix, "_rowwise", lambda _: True)
+    for rows in (row for row in ROWS if row > 64):
+        by_torch = matrix._is_library(matrix_, CPU, torch.float32)
+        assert (len(products[head, rows]) == 1) == by_torch == (quantize == "fp8")
 
 
 def test_launches_are_compiled_before_they_are_measured(tmp_path, monkeypatch) -> None:
@@ -305,7 +335,7 @@ def test_launches_are_compiled_before_they_are_measured(tmp_path, monkeypatch) -
         LaunchShape("gemm", "fp8 to bfloat16", (64, 128)),
         replace(EXPERTS[0], sizes=(2, 64, 32)),
     ]
-    products = products_to_measure(shapes, KNOWN["h100"])
+    products = products_to_measure(shapes, KNOWN["h100"], QWEN[-1])
     short = {key: launches[:2] for key, launches in products.items() if key[1] in (16, 256)}
     assert [len(launches) for launches in short.values()] == [2, 1, 2, 2]
     engine_tuning._compile(config, KNOWN["h100"], short)

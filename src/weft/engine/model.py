@@ -128,7 +128,7 @@ def find_model(
     stage_specs = _of_ranks(shard_spec(spec, ranks), stages)
     rank_spec = stage_specs[rank // ranks]
     check_storage(config, spec, ops)
-    check_launches(config, spec, dtype, ops)
+    check_launches(config, spec, dtype, ops, source)
     check_heads(config, shard_spec(spec, ranks), dtype, ops, device)
     check_recurrent(config, spec, ops, device)
     check_attends_on_host(config, spec, ops)

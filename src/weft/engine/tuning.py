@@ -18,7 +18,7 @@ from weft.engine.kernels_ahead import (
     spare_folder,
 )
 from weft.engine.model import find_model
-from weft.engine.weights import attention_shapes, product_shapes
+from weft.engine.weights import attention_shapes, head_shape, product_shapes
 from weft.kernels.candidates import MOST, candidates, computed_by_torch
 from weft.kernels.gpus import Gpu
 from weft.kernels.tuning import EVERY, ROWS, Heuristic, Launch, LaunchShape, load, save
@@ -62,13 +62,15 @@ def tune_kernels(config: EngineConfig, tell: Callable[[str], None] = print) -> P
     assert gpu is not None
     folder = kernel_folder(config)
     use_folders(folder, spare_folder())
-    products = products_to_measure(product_shapes(config, model.spec, model.dtype), gpu)
+    asked = config, model.spec, model.dtype, model.source
+    head = head_shape(*asked)
+    products = products_to_measure(product_shapes(*asked), gpu, head)
     try:
         entries = dict(load(path, gpu.name, triton.__version__).entries) if path.exists() else {}
         tell(f"compiling {sum(map(len, products.values()))} launches into {folder}")
         _compile(config, gpu, products)
         for (shape, rows), launches in products.items():
-            if computed_by_torch(shape, rows, gpu.capability):
+            if computed_by_torch(shape, rows, gpu.capability, is_head=shape == head):
                 entries[shape, rows] = launches[0]
                 continue
             launch, seconds = tune(shape, rows, device, launches, graph_seconds)
@@ -85,20 +87,21 @@ def tune_kernels(config: EngineConfig, tell: Callable[[str], None] = print) -> P
 
 
 def products_to_measure(
-    shapes: Iterable[LaunchShape], gpu: Gpu
+    shapes: Iterable[LaunchShape], gpu: Gpu, head: LaunchShape
 ) -> dict[tuple[LaunchShape, int], list[Launch]]:
     """Return the launches of each shape and number of rows that are worth measuring on a GPU.
 
     Where torch computes the product, that is the rule's alone, which a file has to have.
+
+    Args:
+        head: the product of the output head.
     """
-    device = Heuristic(gpu.processors, gpu.shared_bytes)
-    return {
-        (shape, rows): candidates(
-            device, shape, rows, 1 if computed_by_torch(shape, rows, gpu.capability) else MOST
-        )
-        for shape in shapes
-        for rows in ROWS
-    }
+    device, found = Heuristic(gpu.processors, gpu.shared_bytes), {}
+    for shape in shapes:
+        for rows in ROWS:
+            alone = computed_by_torch(shape, rows, gpu.capability, is_head=shape == head)
+            found[shape, rows] = candidates(device, shape, rows, 1 if alone else MOST)
+    return found
 
 
 def _compile(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, KernelError
 from weft.core.kv_types import KV_TYPES
@@ -19,6 +23,7 @@ from weft.kernels.tuning import (
     op_of,
 )
 from weft.kernels.unavailable import KernelUnavailable
+from weft.models.empty import kept_parameters
 from weft.models.families import FAMILIES
 from weft.models.layout import parameters, storage_of, stored_as
 from weft.models.parameter import Parameter
@@ -117,8 +122,13 @@ def check_heads(
             raise KernelError(f"{error}; kernels='reference' serves all (slow)") from error
 
 
-def check_launches(config: EngineConfig, spec: ModelSpec, dtype: str, ops: OpTable) -> None:
+def check_launches(
+    config: EngineConfig, spec: ModelSpec, dtype: str, ops: OpTable, source: Path | None = None
+) -> None:
     """Check that the file of launches has one for every product of the model and its attention.
+
+    Args:
+        source: see ``product_shapes``.
 
     Raises:
         KernelError: it has not; the message names the shapes and says how to make a file.
@@ -126,7 +136,7 @@ def check_launches(config: EngineConfig, spec: ModelSpec, dtype: str, ops: OpTab
     """
     if isinstance(ops.tuning, Pinned):
         try:
-            ops.tuning.require(launch_shapes(config, spec, dtype))
+            ops.tuning.require(launch_shapes(config, spec, dtype, source))
         except KernelUnavailable as error:
             raise KernelError(str(error)) from error
     elif config.tuning not in ("auto", "heuristic"):
@@ -136,9 +146,11 @@ def check_launches(config: EngineConfig, spec: ModelSpec, dtype: str, ops: OpTab
         )
 
 
-def launch_shapes(config: EngineConfig, spec: ModelSpec, dtype: str) -> list[LaunchShape]:
-    """Return all that launches are chosen for."""
-    return product_shapes(config, spec, dtype) + attention_shapes(config, spec, dtype)
+def launch_shapes(
+    config: EngineConfig, spec: ModelSpec, dtype: str, source: Path | None = None
+) -> list[LaunchShape]:
+    """Return all that launches are chosen for; see ``product_shapes``."""
+    return product_shapes(config, spec, dtype, source) + attention_shapes(config, spec, dtype)
 
 
 def attention_shapes(config: EngineConfig, spec: ModelSpec, dtype: str) -> list[LaunchShape]:
@@ -158,29 +170,57 @@ def _heads(spec: ModelSpec) -> list[tuple[int, int, int]]:
     )
 
 
-def product_shapes(config: EngineConfig, spec: ModelSpec, dtype: str) -> list[LaunchShape]:
-    """Return what launches are chosen for: every kind of product of a rank, once."""
+def product_shapes(
+    config: EngineConfig, spec: ModelSpec, dtype: str, source: Path | None = None
+) -> list[LaunchShape]:
+    """Return what launches are chosen for: every kind of product of a rank, once.
+
+    Args:
+        source: the checkpoint. One that is quantised may keep some layers in floats, which only the
+            names of its tensors tell; without it, all its layers are taken to be quantised.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read.
+    """
     found = set()
-    for parameter in cut(parameters(spec), spec, Shard(0, config.tensor_parallel)):
-        tied = parameter.name == "embed" and spec.tied_embeddings
-        name = "lm_head" if tied else parameter.name
-        if name.rpartition(".")[2] in MULTIPLIED:
-            storage = _storage(config, spec, name, parameter)
-            form = None if storage is None else CodeForm.of(storage)
-            kind = _kind(storage, dtype) if form is None else form.kind(dtype)
-            found.add(LaunchShape(op_of(name), kind, parameter.shape))
-            if name.rpartition(".")[2] == "gate_up" and form is None:
-                found.add(LaunchShape(GATED, kind, parameter.shape))
+    for name, shape in _products(config, spec, dtype, source):
+        found.add(shape)
+        if name == "gate_up" and CodeForm.parse(shape.kind) is None:
+            found.add(replace(shape, op=GATED))
     return sorted(found)
 
 
-def _storage(
-    config: EngineConfig, spec: ModelSpec, name: str, parameter: Parameter
-) -> Storage | None:
-    storage = storage_of(name, config.quantize, config.quantize_group)
-    if storage is None and spec.stored_weights is not None:
-        return stored_as(spec.stored_weights, parameter)
-    return storage
+def head_shape(
+    config: EngineConfig, spec: ModelSpec, dtype: str, source: Path | None = None
+) -> LaunchShape:
+    """Return the product of the output head; see ``product_shapes``."""
+    products = _products(config, spec, dtype, source)
+    return next(shape for name, shape in products if name == "lm_head")
+
+
+def _products(
+    config: EngineConfig, spec: ModelSpec, dtype: str, source: Path | None
+) -> Iterator[tuple[str, LaunchShape]]:
+    """Yield what every parameter of a rank that is multiplied with is called, and its product."""
+    for parameter, stored in _stored(config, spec, source):
+        tied = parameter.name == "embed" and spec.tied_embeddings
+        name = "lm_head" if tied else parameter.name.rpartition(".")[2]
+        if name in MULTIPLIED:
+            storage = storage_of(name, config.quantize, config.quantize_group) or stored
+            form = None if storage is None else CodeForm.of(storage)
+            kind = _kind(storage, dtype) if form is None else form.kind(dtype)
+            yield name, LaunchShape(op_of(name), kind, parameter.shape)
+
+
+def _stored(
+    config: EngineConfig, spec: ModelSpec, source: Path | None
+) -> list[tuple[Parameter, Storage | None]]:
+    """Return the parameters of a rank with how a quantised checkpoint stores them."""
+    shard, stored = Shard(0, config.tensor_parallel), spec.stored_weights
+    if stored is not None and source is not None:
+        return kept_parameters(source, spec, shard, lambda _: True)
+    every = cut(parameters(spec), spec, shard)
+    return [(one, None if stored is None else stored_as(stored, one)) for one in every]
 
 
 def _kind(storage: Storage | None, dtype: str) -> str:

@@ -27,15 +27,23 @@ FP8_CAPABILITY = (8, 9)
 TWICE = (GATED, "moe_gate_up")  # sums of gates and of what they multiply
 
 
-def computed_by_torch(shape: LaunchShape, rows: int, capability: tuple[int, int]) -> bool:
+def computed_by_torch(
+    shape: LaunchShape, rows: int, capability: tuple[int, int], *, is_head: bool = False
+) -> bool:
     """Whether products with so many rows go to torch, so that no launch of them is ever used.
 
     See ``triton.matrix``: more than 64 rows of floats, and of FP8 where torch has the product.
+
+    Args:
+        is_head: whether it is the output head's, whose logits are float32: torch multiplies FP8
+            with a scale a row into bfloat16 alone.
     """
     if rows <= 64 or shape.op not in ("gemm", GATED):
         return False
+    if shape.kind in FLOATS:
+        return True
     aligned = all(size % 16 == 0 for size in shape.sizes)
-    return shape.kind in FLOATS or (shape.kind == FP8 and aligned and capability >= FP8_CAPABILITY)
+    return shape.kind == FP8 and aligned and capability >= FP8_CAPABILITY and not is_head
 
 
 def candidates(device: Heuristic, shape: LaunchShape, rows: int, most: int = MOST) -> list[Launch]:

@@ -43,24 +43,27 @@ def empty_model(
     shard = Shard(ops.ranks.rank, ops.ranks.size)
     kind: torch.dtype = getattr(torch, dtype)
     weights: dict[str, Any] = {}
-    with ExitStack() as files:
-        for parameter, kept in _kept(path, spec, shard, files, ops):
-            tied = parameter.name == "embed" and spec.tied_embeddings
-            name = "lm_head" if tied else parameter.name
-            storage = rounding(name) or kept
-            if storage is not None:
-                found = ops.quantise(name, parameter.shape, dtype, storage)
-            else:
-                floats = torch.float32 if is_kept_float32(name) else kind
-                found = ops.pack(name, torch.empty(parameter.shape, dtype=floats, device="meta"))
-            weights[parameter.name] = found
+    for parameter, kept in kept_parameters(path, spec, shard, ops.computes):
+        tied = parameter.name == "embed" and spec.tied_embeddings
+        name = "lm_head" if tied else parameter.name
+        storage = rounding(name) or kept
+        if storage is not None:
+            found = ops.quantise(name, parameter.shape, dtype, storage)
+        else:
+            floats = torch.float32 if is_kept_float32(name) else kind
+            found = ops.pack(name, torch.empty(parameter.shape, dtype=floats, device="meta"))
+        weights[parameter.name] = found
     return Decoder(shard_spec(spec, shard.size), weights, ops)
 
 
-def _kept(
-    path: Path, spec: ModelSpec, shard: Shard, files: ExitStack, ops: OpTable
+def kept_parameters(
+    path: Path, spec: ModelSpec, shard: Shard, computes: Callable[[Storage], bool]
 ) -> list[tuple[Parameter, Storage | None]]:
-    """Return the parameters of a rank, each with how its codes are kept; None: it is floats."""
+    """Return the parameters of a rank, each with how its codes are kept; None: it is floats.
+
+    Raises:
+        CheckpointError: as ``load_model``.
+    """
     try:
         weight_files(path)
     except CheckpointError:
@@ -68,4 +71,5 @@ def _kept(
             raise
         whole = tuple(parameters(spec, stacked_experts=True))
         return [(parameter, None) for parameter in cut(whole, spec, shard)]
-    return Checkpoint(path, spec, files, shard).kept(ops.computes)
+    with ExitStack() as files:
+        return Checkpoint(path, spec, files, shard).kept(computes)

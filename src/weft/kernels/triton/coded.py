@@ -22,7 +22,7 @@ from weft.kernels.float8 import E4M3
 from weft.kernels.triton.coded_matrix import TILE, CodedMatrix
 from weft.kernels.triton.device import has_fp8
 from weft.kernels.triton.fp8 import codes_dtype, from_bits, row_scale, to_e4m3
-from weft.kernels.triton.gemm import add_parts, finish
+from weft.kernels.triton.gemm import SplitProduct, add_parts, finish
 from weft.kernels.triton.launch import interpreted, last_contiguous, power_of_2
 from weft.kernels.triton.unpack import (
     E2M1_TO_BFLOAT16,
@@ -356,8 +356,13 @@ def linear(
     bias: Tensor | None,
     residual: Tensor | None,
     dtype: torch.dtype,
-) -> Tensor:
+    *,
+    whole: bool = True,
+) -> Tensor | SplitProduct:
     """Return x [M, K] times the matrix [N, K], plus bias [N] and residual [M, N] -> [M, N].
+
+    Args:
+        whole: whether parts are added if the inputs are split; else there is no residual.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
@@ -406,6 +411,9 @@ def linear(
         FLAGS=flags,
         **launch,
     )
+    if splits > 1 and not whole:
+        assert residual is None
+        return SplitProduct(target, None, None, bias, dtype)
     if splits > 1:
         add_parts[count, triton.cdiv(outputs, _ADD_BLOCK)](
             target,

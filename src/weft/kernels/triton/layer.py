@@ -182,8 +182,7 @@ class TritonLayer:
         shape, bias = self._shape, self._biases.gate_up_bias
         rows = x.codes if isinstance(x, Rounded) else x
         if not_by_gemm(len(rows), gate_up, rows.device):
-            y = product(x, gate_up, bias)  # [T, 2 I]
-            assert isinstance(y, Tensor)
+            y = linear(x, gate_up, bias)  # [T, 2 I]
             return act_mul_for(down.inputs, y, shape.activation)
         assert isinstance(gate_up, TritonMatrix)
         inputs = "float" if not_by_gemm(len(rows), down, rows.device) else down.inputs

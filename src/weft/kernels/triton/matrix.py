@@ -227,7 +227,7 @@ def _multiply(
 ) -> Tensor | SplitProduct:
     if isinstance(matrix, CodedMatrix):
         assert isinstance(x, Tensor)
-        return coded.linear(x, matrix, bias, residual, dtype)
+        return coded.linear(x, matrix, bias, residual, dtype, whole=whole)
     rows, scales = rows_for(x, matrix)
     group = x.group if isinstance(x, Rounded) else None
     if group is None and len(rows) > SMALL and _is_library(matrix, rows.device, dtype):
