@@ -12,8 +12,6 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
-from attention_cases import Case, make_case
-from attention_cases import Shape as AttentionShape
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, KernelError
 from weft.engine import tuning as engine_tuning
@@ -26,15 +24,12 @@ from weft.engine.weights import (
     launch_shapes,
     product_shapes,
 )
-from weft.kernels import reference, tuning
+from weft.kernels import tuning
 from weft.kernels.candidates import MOST
 from weft.kernels.gpus import KNOWN
-from weft.kernels.ops import select_ops
-from weft.kernels.parts import StackParts
 from weft.kernels.triton import matrix, tuned, tuned_attention
-from weft.kernels.triton.attention import paged_attention, plan_for
 from weft.kernels.triton.matrix import pack, quantised
-from weft.kernels.triton.tiles import Heads, Tile, launches, plan
+from weft.kernels.triton.tiles import launches, plan
 from weft.kernels.tuning import (
     DECODE,
     EVERY,
@@ -351,116 +346,3 @@ def test_launches_are_compiled_before_they_are_measured(tmp_path, monkeypatch) -
     wanted = [list(launches) for launches in short.values()]
     engine_tuning._compile(config, KNOWN["h100"], short)
     assert list(short.values()) == [wanted[0][:1], wanted[1], wanted[2], wanted[3][1:]]
-
-
-# -- attention --------------------------------------------------------------------------------
-
-HEADS = Heads(2, 3, 16, torch.float32, torch.int8)
-SMALL = {
-    (HEADS.shape(DECODE), EVERY): {
-        "SPLITS": 4, "LEAST": 32, "PROGRAMS": 5, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2,
-    },
-    (HEADS.shape(PREFILL), EVERY): {
-        "BLOCK_M": 64, "BLOCK_N": 16, "num_warps": 8, "num_stages": 3,
-    },
-}  # fmt: skip
-
-
-def case() -> Case:
-    shape = AttentionShape(6, 2, 16, cache_dtype=torch.int8)
-    return make_case([(1, 100), (40, 7), (1, 3)], shape)
-
-
-def test_attention_runs_as_the_file_says(tmp_path) -> None:
-    """Tiles and splits are those of the file, but for the rows of decodes; results stay right."""
-    pinned, some = Pinned(tmp_path / "gpu.json", GPU, SMALL), case()
-    rule = plan_for(some.q, some.k_cache, None)
-    found = plan_for(some.q, some.k_cache, None, pinned)
-    assert found.decode == Tile(rule.decode.block_m, 32, 4, 2)
-    assert found.prefill == Tile(64, 16, 8, 3)
-    assert (found.splits, found.least, found.programs, found.few) == (4, 32, 5, rule.few)
-    expected = some.run(reference.paged_attention)
-    actual = some.run(partial(paged_attention, tuning=pinned))
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
-    nothing = Pinned(tmp_path / "gpu.json", GPU, {})
-    caches = some.k_cache.clone(), some.v_cache.clone()
-    wanted = r"attention_decode int8 KV in float32 \[2, 3, 16\]"
-    with pytest.raises(KernelUnavailable, match=wanted):
-        some.run_in_place(partial(paged_attention, tuning=nothing), *caches)
-    assert torch.equal(caches[0].view(torch.uint8), some.k_cache.view(torch.uint8))
-
-
-def test_every_way_to_attention_has_the_file(tmp_path, monkeypatch) -> None:
-    """The op, and the fused forward pass that calls the kernel itself."""
-    nothing, some = Pinned(tmp_path / "gpu.json", GPU, {}), case()
-    monkeypatch.setattr(tuned, "find_tuning", lambda *_: nothing)
-    ops = select_ops("cpu", "float32", "triton")
-    with pytest.raises(KernelUnavailable, match="no tuned launch for attention_"):
-        some.run(ops.paged_attention)
-    assert ops.fused is not None
-    stack = ops.fused.stack(StackParts(torch.zeros(8, 16), 1.0, torch.ones(16), 1e-5, False))
-    with pytest.raises(KernelUnavailable, match="no tuned launch for attention_"):
-        some.run(stack._attention)
-
-
-@pytest.mark.parametrize(
-    ("op", "change", "words"),
-    [
-        (DECODE, {"SPLITS": 64}, "64 parts"),
-        (DECODE, {"SPLITS": 3}, "3 parts"),
-        (DECODE, {"LEAST": 40}, "at least 40 tokens"),
-        (DECODE, {"PROGRAMS": 0}, "0 programs a multiprocessor"),
-        (PREFILL, {"BLOCK_M": 2}, "tiles of 2 rows for 3 query heads"),
-        (PREFILL, {"BLOCK_N": None}, "lack 'BLOCK_N'"),
-    ],
-)
-def test_a_launch_that_attention_cannot_have_does_not_start(op, change, words, tmp_path) -> None:
-    key = (HEADS.shape(op), EVERY)
-    launch = {name: value for name, value in (SMALL[key] | change).items() if value is not None}
-    pinned = Pinned(tmp_path / "gpu.json", GPU, SMALL | {key: launch})
-    with pytest.raises(ValueError, match=words):
-        plan(HEADS, None, H200.shared_bytes, pinned)
-    model = find_model(BUILTIN)
-    layers = [replace(layer, num_kv_heads=2, head_dim=16) for layer in model.spec.layers]
-    spec = replace(model.spec, num_heads=6, layers=tuple(layers))
-    ops = replace(model.ops, tuning=pinned)
-    with pytest.raises(KernelError, match=words):
-        check_heads(BUILTIN, spec, "float32", ops, CPU)
-
-
-@pytest.mark.parametrize("kind", ["float32", "int8 KV in bfloat16", "fp8 KV in float16"])
-def test_the_heads_of_a_shape_are_its_own(kind) -> None:
-    shape = LaunchShape(DECODE, kind, (2, 4, 64))
-    assert tuned_attention.heads_of(shape).shape(DECODE) == shape
-
-
-@pytest.mark.parametrize("op", [DECODE, PREFILL])
-@pytest.mark.parametrize("kind", ["float32", "fp8 KV in float32"])
-def test_attention_is_measured_with_each_launch(op, kind, monkeypatch) -> None:
-    """The clock is made up; the kernels run, and the launch that is faster in sum is taken."""
-    few = (tuned_attention.Rows(1, 1, 40), tuned_attention.Rows(3, 1, 20))
-    more = (tuned_attention.Rows(1, 40, 40), tuned_attention.Rows(2, 20, 50))
-    monkeypatch.setattr(tuned_attention, "DECODES", few)
-    monkeypatch.setattr(tuned_attention, "PREFILLS", more)
-    monkeypatch.setattr(tuned_attention, "ATTENTION_ALTERNATIVES", {"BLOCK_N": (16, 64)})
-    clock = iter([10.0, 1.0, 10.0, 1.0, 9.0, 0.5, 20.0, 0.1])  # the rule twice, 16, then 64
-    tried = []
-
-    def seconds(call, copies) -> float:
-        for copy in range(copies):
-            call(copy)
-        tried.append(copies)
-        return next(clock)
-
-    best, share = tuned_attention.tune_attention(
-        LaunchShape(op, kind, (2, 3, 16)), 16, CPU, seconds
-    )
-    assert best["BLOCK_N"] == 16
-    assert share == pytest.approx((0.9 + 0.5) / 2)
-    assert tried == [1] * 8
-
-
-def test_heads_that_nothing_serves_are_not_measured() -> None:
-    shape = LaunchShape(DECODE, "float32", (1, 1, 1024))
-    with pytest.raises(KernelUnavailable, match=r"no attention kernel for heads of size 1024"):
-        tuned_attention.tune_attention(shape, 16, CPU, lambda *_: 1.0)

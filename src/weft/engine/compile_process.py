@@ -37,8 +37,8 @@ class CompileRequest:
         rank: of several, which share the work.
         spare: the folder for what the first one does not take.
         workers: processes that compile at once.
-        products: op, kind, sizes, rows and launches of products that are compiled instead, to be
-            measured; what cannot be compiled is named by its place and the launch's.
+        products: op, kind, sizes, rows and launches of products and attention that are compiled
+            instead, to be measured; what cannot be compiled is named by its place and the launch's.
     """
 
     config: dict[str, Any]
@@ -75,10 +75,9 @@ def _compile_products(request: CompileRequest) -> None:
     import torch
 
     from weft.kernels.pool import do_all
-    from weft.kernels.triton import kernel_cache
+    from weft.kernels.triton import kernel_cache, tuned, tuned_attention
     from weft.kernels.triton.launches import note_launches
-    from weft.kernels.triton.tuned import launch_each
-    from weft.kernels.tuning import LaunchShape
+    from weft.kernels.tuning import DECODE, PREFILL, LaunchShape
 
     gpu = request.read_gpu()
     found, target = note_launches(gpu), kernel_cache.target_of(gpu)
@@ -86,7 +85,12 @@ def _compile_products(request: CompileRequest) -> None:
     tasks: list[CompileTask] = []
     for place, (op, kind, sizes, rows, launches) in enumerate(request.products):
         shape, device = LaunchShape(op, kind, tuple(sizes)), torch.device("meta")
-        for number, _ in enumerate(launch_each(shape, rows, device, launches)):
+        if op in (DECODE, PREFILL):
+            block_size = request.config["block_size"]
+            each = tuned_attention.launch_each(shape, block_size, device, launches)
+        else:
+            each = tuned.launch_each(shape, rows, device, launches)
+        for number, _ in enumerate(each):
             new, found.variants[:] = list(found.variants), []
             tasks += kernel_cache.compile_tasks(new, target, f"{place} {number} ")
     _tell(kernels=[], kept=0, tasks=len(tasks))

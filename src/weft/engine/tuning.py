@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from weft.core.config import EngineConfig
@@ -31,8 +32,8 @@ def tune_kernels(config: EngineConfig, tell: Callable[[str], None] = print) -> P
     """Measure launches and write them to the file of the setting ``tuning``.
 
     What the file has already for the same GPU and kernels stays, so that several models share it;
-    shapes of this model are measured again. No weights are loaded. Launches of products are
-    compiled in parallel before they are measured, those of attention one by one.
+    shapes of this model are measured again. No weights are loaded. Launches are compiled in
+    parallel before they are measured.
 
     Raises:
         ConfigError: no file is named, or it cannot be written.
@@ -55,7 +56,7 @@ def tune_kernels(config: EngineConfig, tell: Callable[[str], None] = print) -> P
     from weft.kernels.triton.device import gpu_at
     from weft.kernels.triton.kernel_cache import use_folders
     from weft.kernels.triton.tuned import graph_seconds, tune
-    from weft.kernels.triton.tuned_attention import tune_attention
+    from weft.kernels.triton.tuned_attention import launches_to_measure, tune_attention
 
     device = torch.device(model.device)
     gpu = gpu_at(device)
@@ -67,8 +68,11 @@ def tune_kernels(config: EngineConfig, tell: Callable[[str], None] = print) -> P
     products = products_to_measure(product_shapes(*asked), gpu, head)
     try:
         entries = dict(load(path, gpu.name, triton.__version__).entries) if path.exists() else {}
-        tell(f"compiling {sum(map(len, products.values()))} launches into {folder}")
-        _compile(config, gpu, products)
+        shapes = attention_shapes(*asked[:3])
+        attention = {(shape, EVERY): launches_to_measure(shape, gpu) for shape in shapes}
+        every = products | attention
+        tell(f"compiling {sum(map(len, every.values()))} launches into {folder}")
+        _compile(config, gpu, every)
         for (shape, rows), launches in products.items():
             if computed_by_torch(shape, rows, gpu.capability, is_head=shape == head):
                 entries[shape, rows] = launches[0]
@@ -76,9 +80,12 @@ def tune_kernels(config: EngineConfig, tell: Callable[[str], None] = print) -> P
             launch, seconds = tune(shape, rows, device, launches, graph_seconds)
             entries[shape, rows] = launch
             tell(f"{shape} with up to {rows} rows: {seconds * 1e6:.1f} us, {dict(launch)}")
-        for shape in attention_shapes(config, model.spec, model.dtype):
-            launch, share = tune_attention(shape, config.block_size, device, graph_seconds)
-            entries[shape, EVERY] = launch
+        for key, launches in attention.items():
+            shape, _ = key
+            prepare = partial(_compile_more, config, gpu, key)
+            measured = config.block_size, device, launches, graph_seconds, prepare
+            launch, share = tune_attention(shape, *measured)
+            entries[key] = launch
             tell(f"{shape}: {share:.2f} of the time by the rule, {dict(launch)}")
     except KernelUnavailable as error:
         raise KernelError(str(error)) from error
@@ -102,6 +109,12 @@ def products_to_measure(
             alone = computed_by_torch(shape, rows, gpu.capability, is_head=shape == head)
             found[shape, rows] = candidates(device, shape, rows, 1 if alone else MOST)
     return found
+
+
+def _compile_more(
+    config: EngineConfig, gpu: Gpu, key: tuple[LaunchShape, int], launches: list[Launch]
+) -> None:
+    _compile(config, gpu, {key: launches})
 
 
 def _compile(

@@ -49,6 +49,7 @@ ATTENTION_ALTERNATIVES = {
     "num_warps": (4, 8, 16),
     "num_stages": (1, 2, 3, 4, 5),
 }
+TILE_PARTS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")  # each makes another kernel
 
 # The parameters of a launch by name: block sizes and parts as the kernel calls them, and
 # ``num_warps`` and ``num_stages``.

@@ -8,15 +8,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
+from math import log2
 
 import torch
 
 from weft.kernels.kv_storage import KV_DTYPES, SCALED
 from weft.kernels.triton.launch import power_of_2
-from weft.kernels.tuning import DECODE, MOST_PARTS, PREFILL, Launch, LaunchShape, Tuning, kv_kind
+from weft.kernels.tuning import (
+    ATTENTION_ALTERNATIVES,
+    DECODE,
+    MOST_PARTS,
+    PREFILL,
+    TILE_PARTS,
+    Launch,
+    LaunchShape,
+    Tuning,
+    kv_kind,
+)
 
 MOST_FEW = 8  # tokens of a row, such as drafts to verify, up to which a row is cut into splits
 
+_MOST_SUMS = 128  # float32 sums of a thread, which has 255 registers
 _MOST_BUFFERS = 2  # tiles of keys and values that are loaded ahead
 _WARP_ROWS = 16  # of a tile: more rows for a warp leave its registers
 _WIDEST_DECODE = 64  # rows of a tile of decodes, unless one KV head has more query heads
@@ -154,6 +167,33 @@ def launches(plan: Plan) -> dict[str, Launch]:
         },
         PREFILL: {"BLOCK_M": prefill.block_m, **_launch(prefill)},
     }
+
+
+def candidates(heads: Heads, op: str, shared_bytes: int, *, major: int, most: int) -> list[Launch]:
+    """Return launches of an op of attention that differ in their tiles, the rule's first.
+
+    Those are left out whose sums a thread has no registers for, or that a program has no shared
+    memory for. Of the others the nearest to the rule's are taken, as a search step by step would
+    come to them first.
+
+    Raises:
+        ValueError: no kernel fits the shape.
+    """
+    chosen = by_rule(heads, None, shared_bytes, major)
+    rule, size = launches(chosen)[op], padded(heads.dim)
+    names = [name for name in TILE_PARTS if name in rule]
+    found: list[tuple[float, int, Launch]] = []
+    for values in product(*(ATTENTION_ALTERNATIVES[name] for name in names)):
+        launch = {**rule, **dict(zip(names, values, strict=True))}
+        tile = _tuned(launch.get("BLOCK_M", chosen.decode.block_m), launch)
+        sums = tile.block_m * size // (32 * tile.warps)
+        sizes = tile.block_m, tile.block_n, size, heads.dtype.itemsize, heads.cache_dtype.itemsize
+        beside, loaded = _shared_bytes(*sizes)
+        fits = beside + loaded * max(1, tile.stages // 2) <= shared_bytes
+        if fits and heads.group <= tile.block_m and sums <= _MOST_SUMS and launch != rule:
+            far = sum(abs(log2(launch[name] / rule[name])) for name in names)
+            found.append((far, len(found), launch))
+    return [rule, *(launch for *_, launch in sorted(found, key=lambda one: one[:2])[: most - 1])]
 
 
 def _launch(tile: Tile) -> Launch:

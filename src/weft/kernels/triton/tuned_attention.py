@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import torch
 
+from weft.kernels.candidates import MOST
+from weft.kernels.gpus import Gpu
 from weft.kernels.interface import AttentionMetadata
 from weft.kernels.kv_storage import cache_dtype, row_size, write_rows
-from weft.kernels.triton.attention import paged_attention, plan_on
+from weft.kernels.triton.attention import paged_attention
 from weft.kernels.triton.device import copies_beyond_caches
-from weft.kernels.triton.tiles import Heads, launches
+from weft.kernels.triton.tiles import Heads, candidates
 from weft.kernels.triton.tuned import CANNOT_RUN, DTYPES, Trial, rule
 from weft.kernels.tuning import ATTENTION_ALTERNATIVES, DECODE, Launch, LaunchShape, Tuning, search
 from weft.kernels.unavailable import KernelUnavailable
@@ -31,44 +34,99 @@ class Rows:
 # What a launch is chosen for, each counting as much as the others: one launch serves all steps, as
 # results would else depend on the batch.
 DECODES = (Rows(1, 1, 8192), Rows(32, 1, 4096), Rows(128, 1, 1024), Rows(256, 1, 272))
+CUTS = {"SPLITS", "LEAST", "PROGRAMS"}  # how contexts are cut and shared
 PREFILLS = (Rows(1, 2048, 2048), Rows(2, 512, 4096))
+
+
+def launches_to_measure(shape: LaunchShape, gpu: Gpu, most: int = MOST) -> list[Launch]:
+    """Return the launches of a shape that are worth measuring on a GPU, the rule's first.
+
+    Raises:
+        KernelUnavailable: nothing serves the shape.
+    """
+    major, _ = gpu.capability
+    try:
+        return candidates(heads_of(shape), shape.op, gpu.shared_bytes, major=major, most=most)
+    except ValueError as error:
+        raise KernelUnavailable(f"no launch of {shape} runs on {gpu.name}: {error}") from error
 
 
 def tune_attention(
     shape: LaunchShape,
     block_size: int,
     device: torch.device,
+    launches: Sequence[Launch],
     seconds: Callable[[Callable[[int], None], int], float],
+    prepare: Callable[[list[Launch]], None] = lambda _: None,
 ) -> tuple[Launch, float]:
-    """Return the best launch that is found for a shape, and its time as a share of the rule's.
+    """Return the best launch that is found for a shape, and its time as a share of the first one's.
+
+    First the given ones are measured, then how the best one cuts contexts, if it does.
 
     Args:
         block_size: tokens of a block of KV.
         seconds: ``tuned.graph_seconds``, or another clock.
+        prepare: is told of launches before they are measured, to compile them.
 
     Raises:
-        KernelUnavailable: the launch of the rule does not run, or nothing serves the shape.
+        KernelUnavailable: the first launch does not run.
     """
     heads, trial = heads_of(shape), Trial(rule(device, "start"))
     cases = [
         attention_calls(heads, rows, block_size, device, trial)
         for rows in (DECODES if shape.op == DECODE else PREFILLS)
     ]
+    first, *others = launches
+    trial.chosen[shape.op] = first
     try:
-        start = launches(plan_on(heads, device))[shape.op]
         by_rule = [seconds(*case) for case in cases]
     except (ValueError, *CANNOT_RUN) as error:
         raise KernelUnavailable(f"no launch of {shape} runs on {device}: {error}") from error
+    known: dict[tuple[tuple[str, int], ...], float] = {tuple(sorted(first.items())): 1.0}
 
     def cost(launch: Launch) -> float:
-        trial.chosen[shape.op] = launch
-        try:
-            times = [seconds(*case) for case in cases]
-        except (ValueError, *CANNOT_RUN):
-            return math.inf
-        return sum(took / before for took, before in zip(times, by_rule, strict=True)) / len(times)
+        key = tuple(sorted(launch.items()))
+        if key not in known:
+            trial.chosen[shape.op] = launch
+            try:
+                times = [seconds(*case) for case in cases]
+            except (ValueError, *CANNOT_RUN):
+                known[key] = math.inf
+            else:
+                shares = [took / before for took, before in zip(times, by_rule, strict=True)]
+                known[key] = sum(shares) / len(shares)
+        return known[key]
 
-    return search(start, cost, ATTENTION_ALTERNATIVES)
+    best = first
+    for launch in others:
+        if cost(launch) < 0.99 * cost(best):  # measured times differ by as much
+            best = launch
+    cuts = {
+        name: values
+        for name, values in ATTENTION_ALTERNATIVES.items()
+        if name in CUTS & best.keys()
+    }
+    if cuts:
+        compiled = [name for name in cuts if name != "PROGRAMS"]  # which no kernel depends on
+        changes = product(*(cuts[name] for name in compiled))
+        prepare([{**best, **dict(zip(compiled, values, strict=True))} for values in changes])
+    return search(best, cost, cuts)
+
+
+def launch_each(
+    shape: LaunchShape, block_size: int, device: torch.device, launches: Iterable[Launch]
+) -> Iterator[None]:
+    """Attend with each launch in all that is measured, one whenever the next is asked for."""
+    heads, trial = heads_of(shape), Trial(rule(device, "start"))
+    cases = [
+        attention_calls(heads, rows, block_size, device, trial)
+        for rows in (DECODES if shape.op == DECODE else PREFILLS)
+    ]
+    for launch in launches:
+        trial.chosen[shape.op] = launch
+        for call, _ in cases:
+            call(0)
+        yield
 
 
 def heads_of(shape: LaunchShape) -> Heads:
