@@ -92,11 +92,13 @@ class PyGraph:
         self.built.append("built")
 
     def get_workspace_size(self) -> int:
-        return 0
+        """A byte for each row and token that a row may have."""
+        rows, _, tokens, _ = self.asked["q"].dim
+        return int(rows * tokens)
 
     def execute(self, pack: dict[GraphTensor, torch.Tensor], workspace: Any, handle: Any) -> None:
         assert self.built == ["operation graph", "plans", "support", "built"]
-        assert workspace is not None
+        assert workspace.nbytes == max(1, self.get_workspace_size())
         assert handle == "handle"
         for part, tensor in pack.items():
             assert part.data_type is not None

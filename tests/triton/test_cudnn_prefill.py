@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pretended_cudnn
@@ -11,12 +13,22 @@ import pytest
 import torch
 
 from attention_cases import Shape, make_case
+from weft.core.config import EngineConfig
+from weft.engine.model import find_model
+from weft.engine.weights import attention_shapes, prefill_bytes
 from weft.kernels import reference
 from weft.kernels.triton import cudnn_prefill
-from weft.kernels.triton.cudnn_prefill import CUDNN, PrefillByCudnn, describe
+from weft.kernels.triton.cudnn_prefill import (
+    CUDNN,
+    PrefillByCudnn,
+    PromptRows,
+    describe,
+    step_bytes,
+)
+from weft.kernels.triton.launch import power_of_2
 from weft.kernels.triton.tiles import by_rule, launches
 from weft.kernels.triton.tuned import Trial
-from weft.kernels.tuning import PREFILL, Heuristic, LaunchShape
+from weft.kernels.tuning import PREFILL, Heuristic, LaunchShape, Pinned
 from weft.kernels.unavailable import KernelUnavailable
 
 HALVES = Shape(dtype=torch.bfloat16, cache_dtype=torch.bfloat16, head_size=32)
@@ -59,16 +71,63 @@ def test_rows_of_many_tokens_are_cudnns_and_all_others_are_not(is_flat: bool, fu
     assert len(attend._graphs) == 1
 
 
-def test_layers_share_their_list_of_splits() -> None:
+def test_layers_share_what_is_made_of_a_step(monkeypatch) -> None:
+    """Its list of splits, and the tables and lengths that graphs take."""
     case = make_case([(20, 0), (1, 30)], HALVES)
     attend = PrefillByCudnn(Asking(), pretended_cudnn.module)
+    gathered, plain = [], cudnn_prefill.dense_tables
+    monkeypatch.setattr(
+        cudnn_prefill, "dense_tables", lambda *given: gathered.append(given) or plain(*given)
+    )
+    caches = zeros_for_nan(case.k_cache), zeros_for_nan(case.v_cache)
     for _ in range(2):
-        case.run_in_place(attend, *(zeros_for_nan(c) for c in (case.k_cache, case.v_cache)))
-        (short,) = case.batch.derived.values()
+        case.run_in_place(attend, *caches)
+        short = next(x for x in case.batch.derived.values() if not isinstance(x, PromptRows))
         lists = list(short.derived.values())
-    assert len(lists) == 1
-    case.run_in_place(attend, *(zeros_for_nan(c) for c in (case.k_cache, case.v_cache)))
+    assert len(lists) == len(gathered) == 1
+    case.run_in_place(attend, *caches)
     assert next(iter(short.derived.values())) is lists[0]
+    assert len(case.batch.derived) == 2
+
+
+def test_steps_of_many_sizes_share_few_graphs() -> None:
+    """Of 1 to 5 rows with 20 to 140 tokens: powers of 2, whatever the step has."""
+    attend, wrong = PrefillByCudnn(Asking(), pretended_cudnn.module), 0.0
+    cases = [[(20, 0)], [(29, 9)], [(33, 0), (31, 2)], [(40, 0), (1, 7), (12, 30)]]
+    cases += [[(20, 3), (30, 0), (1, 3), (13, 4)], [(28, 0)] * 5]
+    for rows in cases:
+        case = make_case(rows, HALVES)
+        caches = zeros_for_nan(case.k_cache), zeros_for_nan(case.v_cache)
+        found = case.run_in_place(attend, *caches)
+        gap = found.float() - case.run(reference.paged_attention).float()
+        wrong = max(wrong, gap.abs().max().item())
+    assert wrong < 0.03
+    shapes = {(x.rows, x.tokens) for x in attend._graphs}
+    assert shapes == {(1, 32), (2, 64), (4, 64), (8, 256)}
+    assert all(power_of_2(x.pages) == x.pages for x in attend._graphs)
+
+
+def test_its_workspace_counts_as_memory_of_steps() -> None:
+    """With tables, lengths and results; of an absent GPU all but what only cuDNN tells."""
+    heads = cudnn_prefill.Heads(2, 2, 32, torch.bfloat16, torch.bfloat16)
+    asked = heads, (5, 100, 60), 16
+    found = step_bytes(*asked, torch.device("cpu"), pretended_cudnn.module)
+    absent = step_bytes(*asked, torch.device("meta"))
+    assert found - absent == 8 * 128
+    assert absent > 8 * 64 * 4 + 128 * 4 * 32 * 2
+
+    def config(**settings: Any) -> EngineConfig:
+        return EngineConfig(model="builtin", max_num_seqs=5, max_num_batched_tokens=100, **settings)
+
+    spec = find_model(config(dtype="bfloat16")).spec
+    entries: dict[Any, Any] = {}
+    for asks in (0, 1):
+        for shape in attention_shapes(config(), spec, "bfloat16"):
+            entries[shape, 0] = {CUDNN: asks}
+        pinned = SimpleNamespace(tuning=Pinned(Path("gpu.json"), "any", dict(entries)))
+        bytes_ = prefill_bytes(config(), spec, "bfloat16", pinned, "meta", 60)
+        assert (bytes_ > 8 * 64 * 4) == bool(asks)
+    assert prefill_bytes(config(), spec, "bfloat16", SimpleNamespace(tuning=None), "meta", 60) == 0
 
 
 def zeros_for_nan(cache: torch.Tensor) -> torch.Tensor:

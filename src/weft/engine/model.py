@@ -26,7 +26,13 @@ from weft.engine.host_experts import check_fits_host, place_experts
 from weft.engine.host_tier import check_attends_on_host
 from weft.engine.machine import has_fast_bfloat16
 from weft.engine.recurrent import check_recurrent
-from weft.engine.weights import check_heads, check_launches, check_storage, stored_weights
+from weft.engine.weights import (
+    check_heads,
+    check_launches,
+    check_storage,
+    prefill_bytes,
+    stored_weights,
+)
 from weft.exec.workspace import StepSizes, workspace_bytes
 from weft.kernels.gpus import Gpu
 from weft.kernels.interface import OpTable
@@ -202,6 +208,13 @@ def _facts(
     element, on_host = DTYPE_BYTES[dtype], is_cpu(device)
     kv = KV_TYPES.get(config.kv_dtype)
     kv_bytes = (element, 0) if kv is None else (kv.code_bytes, kv.scale_bytes)
+    steps = 0
+    if not on_host:
+        sizes = _step_sizes(config, rank_spec, kv_bytes, halves=halves)
+        ranks = config.tensor_parallel
+        steps = workspace_bytes(rank_spec, element, sizes, graphs=config.graphs, ranks=ranks)
+        prefill = prefill_bytes(config, rank_spec, dtype, ops, device, sizes.blocks[0])
+        steps += prefill * (1 + config.graphs)  # those that are captured keep theirs
     return Facts(
         max_position_embeddings=spec.max_position_embeddings,
         weight_bytes=_weight_bytes(config, dtype, ops, spec),
@@ -210,15 +223,7 @@ def _facts(
             GroupFacts(group.name, group.window, group.bytes_per_token(*kv_bytes))
             for group in rank_spec.kv_groups
         ),
-        workspace_bytes=0
-        if on_host
-        else workspace_bytes(
-            rank_spec,
-            element,
-            _step_sizes(config, rank_spec, kv_bytes, halves=halves),
-            graphs=config.graphs,
-            ranks=config.tensor_parallel,
-        ),
+        workspace_bytes=steps,
         kv_share=HOST_KV_SHARE if on_host else DEVICE_KV_SHARE,
         state_bytes=0 if spec.states is None else spec.states.slot_bytes,
     )

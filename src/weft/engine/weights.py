@@ -122,6 +122,39 @@ def check_heads(
             raise KernelError(f"{error}; kernels='reference' serves all (slow)") from error
 
 
+def prefill_bytes(
+    config: EngineConfig, spec: ModelSpec, dtype: str, ops: OpTable, device: str, pages: int
+) -> int:
+    """Return what prefill by cuDNN takes of a step's memory, 0 where no file asks for it.
+
+    Args:
+        spec: of the part of a rank.
+        pages: blocks of the longest row.
+
+    Raises:
+        KernelError: the file asks for it, and it is missing or does not compute this.
+    """
+    if not isinstance(ops.tuning, Pinned):
+        return 0
+    import torch
+
+    from weft.kernels.kv_storage import cache_dtype
+    from weft.kernels.triton.cudnn_prefill import asks, step_bytes
+    from weft.kernels.triton.tiles import Heads
+
+    step = config.max_num_seqs, config.max_num_batched_tokens, pages
+    kinds = getattr(torch, dtype), cache_dtype(config.kv_name(dtype))
+    every = [Heads(*sizes, *kinds) for sizes in _heads(spec)]
+    try:
+        return sum(
+            step_bytes(heads, step, config.block_size, torch.device(device))
+            for heads in every
+            if asks(ops.tuning, heads)
+        )
+    except KernelUnavailable as error:
+        raise KernelError(str(error)) from error
+
+
 def check_launches(
     config: EngineConfig, spec: ModelSpec, dtype: str, ops: OpTable, source: Path | None = None
 ) -> None:

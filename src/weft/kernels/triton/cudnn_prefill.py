@@ -10,21 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from weft.kernels.interface import AttentionMetadata
 from weft.kernels.triton.attention import paged_attention, plan_for
+from weft.kernels.triton.launch import power_of_2
 from weft.kernels.triton.tiles import Heads
 from weft.kernels.tuning import PREFILL, Tuning
 from weft.kernels.unavailable import KernelUnavailable
 
 CUDNN = "CUDNN"  # of a launch of prefill attention in a tuning file: 1 asks for it
 MOST_DIM = 128  # of heads that cuDNN serves on every GPU from Ampere on
+INT32 = 4  # bytes
 REMEDY = f"take {CUDNN} out of the entry of the tuning file, or set tuning='heuristic'"
 
 
@@ -33,7 +36,7 @@ class Shape:
     """What a graph is made for.
 
     Attributes:
-        rows, tokens: of the step; a row may have all tokens.
+        rows, tokens: of the step, rounded up; a row may have all tokens.
         pages: block ids of a row.
         q_strides: of a token and of a head.
         k_strides, v_strides: of a block, a head of it, a token and a number.
@@ -52,6 +55,12 @@ class Shape:
     v_strides: tuple[int, ...]
     dtype: torch.dtype
     scale: float
+
+
+def asks(tuning: Tuning, heads: Heads) -> bool:
+    """Whether a tuning has cuDNN compute the prompts of such heads."""
+    launch = tuning.attention(heads.shape(PREFILL))
+    return launch is not None and bool(launch.get(CUDNN, 0))
 
 
 def attention_by(tuning: Tuning | None) -> Callable[..., Tensor]:
@@ -106,8 +115,7 @@ class PrefillByCudnn:
             return False
         kv_heads, (_, heads, dim) = k_cache.shape[1], q.shape
         found = Heads(kv_heads, heads // max(1, kv_heads), dim, q.dtype, k_cache.dtype)
-        launch = self._tuning.attention(found.shape(PREFILL))
-        return launch is not None and bool(launch.get(CUDNN, 0))
+        return asks(self._tuning, found)
 
     def _more(
         self,
@@ -120,16 +128,19 @@ class PrefillByCudnn:
         out: Tensor,
     ) -> Tensor:
         """Return ``out`` with the rows of more than ``few`` tokens computed by cuDNN."""
-        tables = dense_tables(batch, k_cache.shape[0])
+        key = PrefillByCudnn, "rows", few, k_cache.shape[0]
+        if key not in batch.derived:  # the first layer of a step
+            batch.derived[key] = PromptRows.of(batch, few, len(q), k_cache.shape[0])
+        rows: PromptRows = batch.derived[key]
         shape = Shape(
-            rows=len(batch.seq_lens),
-            tokens=len(q),
+            rows=len(rows.tables),
+            tokens=power_of_2(len(q)),
             heads=q.shape[1],
             kv_heads=k_cache.shape[1],
             dim=q.shape[2],
             blocks=k_cache.shape[0],
             block_size=batch.block_size,
-            pages=tables.shape[1],
+            pages=rows.tables.shape[1],
             q_strides=(q.stride(0), q.stride(1)),
             k_strides=tuple(k_cache.stride()),
             v_strides=tuple(v_cache.stride()),
@@ -138,16 +149,49 @@ class PrefillByCudnn:
         )
         if shape not in self._graphs:
             self._graphs[shape] = Graph(self._load(), shape, q.device)
-        start = batch.query_start
-        counts = start[1:] - start[:-1]  # [R]
+        more = q.new_empty(len(q) + 1, *out.shape[1:])  # padding rows are behind the last token
+        self._graphs[shape].run(q, k_cache, v_cache, rows, more)
+        return torch.where(rows.taken[:, None, None], more[:-1], out)
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """The rows of a step as a graph takes them, for all of its layers.
+
+    Their number, and that of the pages of each, are powers of 2, so that few graphs serve all
+    steps. Rows that are there for that, or have few tokens, have none here.
+
+    Attributes:
+        tables: [R, P] int32, valid block ids everywhere.
+        start: [R + 1] int32 tokens before each row.
+        queries, context: [R] int32 tokens of each row.
+        taken: [T] whether a token is of a row that the graph computes.
+    """
+
+    tables: Tensor
+    start: Tensor
+    queries: Tensor
+    context: Tensor
+    taken: Tensor
+
+    @classmethod
+    def of(cls, batch: AttentionMetadata, few: int, tokens: int, blocks: int) -> PromptRows:
+        """Return those of more than ``few`` tokens. Raises as ``dense_tables``."""
+        tables, start = dense_tables(batch, blocks), batch.query_start
+        counts = start[1:] - start[:-1]
         many = counts > few
-        lengths = torch.where(many, counts, 0), torch.where(many, batch.seq_lens, 0)
-        more = torch.empty_like(out)
-        self._graphs[shape].run(q, k_cache, v_cache, tables, start, lengths, more)
-        at = torch.arange(len(q), device=q.device, dtype=start.dtype)
+        at = torch.arange(tokens, device=start.device, dtype=start.dtype)
         row = torch.searchsorted(start[1:], at, right=True)  # R for tokens of no row
         taken = torch.cat((many, many.new_zeros(1)))[row]
-        return torch.where(taken[:, None, None], more, out)
+        more = power_of_2(len(counts)) - len(counts)
+        wider = power_of_2(tables.shape[1]) - tables.shape[1]
+        return cls(
+            pad(tables, (0, wider, 0, more)),
+            torch.cat((start, start[-1:].expand(more))),
+            pad(torch.where(many, counts, 0), (0, more)),
+            pad(torch.where(many, batch.seq_lens, 0), (0, more)),
+            taken,
+        )
 
 
 class Graph:
@@ -170,43 +214,80 @@ class Graph:
                 f"{REMEDY}"
             ) from error
 
-    def run(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        tables: Tensor,
-        start: Tensor,
-        lengths: tuple[Tensor, Tensor],
-        out: Tensor,
-    ) -> None:
-        """Attend; rows whose length of queries is 0 get what is not to be looked at.
+    @property
+    def workspace_bytes(self) -> int:
+        """What a run needs beside its arguments."""
+        return max(1, int(self.graph.get_workspace_size()))
+
+    def run(self, q: Tensor, keys: Tensor, values: Tensor, rows: PromptRows, out: Tensor) -> None:
+        """Attend; rows without queries get what is not to be looked at, one token at the most.
 
         Args:
             q, keys, values: with the strides of the shape.
-            tables: [R, P] int32, valid block ids everywhere.
-            start: [R + 1] int32 tokens before each row.
-            lengths: [R] int32 queries and context of each row.
-            out: [T, H, D].
+            out: [T + 1, H, D].
         """
         given = {
             "q": q,
             "keys": keys,
             "values": values,
-            "tables": tables,
-            "queries": lengths[0],
-            "context": lengths[1],
-            "q_offsets": start * self._token,
-            "out_offsets": start * self._row,
+            "tables": rows.tables,
+            "queries": rows.queries,
+            "context": rows.context,
+            "q_offsets": rows.start * self._token,
+            "out_offsets": rows.start * self._row,
             "out": out,
         }
-        size = max(1, self.graph.get_workspace_size())
-        workspace = torch.empty(size, dtype=torch.uint8, device=self._device)
+        workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=self._device)
         if self._device.type == "cuda":
             stream = torch.cuda.current_stream(self._device).cuda_stream
             self._cudnn.set_stream(handle=self._handle, stream=stream)
         pack = {self._parts[name]: tensor for name, tensor in given.items()}
         self.graph.execute(pack, workspace, handle=self._handle)
+
+
+@cache
+def step_bytes(
+    heads: Heads,
+    step: tuple[int, int, int],
+    block_size: int,
+    device: torch.device,
+    load: Callable[[], ModuleType] | None = None,
+) -> int:
+    """Return what a step needs on a device beside what other attention does.
+
+    That is the tables and lengths of its rows, results, and the workspace of the graph, which cuDNN
+    tells. Of a GPU that is absent it is left out.
+
+    Args:
+        step: rows, tokens and pages of a row, each the most of any step.
+
+    Raises:
+        KernelUnavailable: cuDNN is missing, or has no plan.
+    """
+    rows, tokens, pages = map(power_of_2, step)
+    width = heads.kv_heads * heads.group * heads.dim
+    counted = 3 * rows * pages * INT32 + 6 * rows * INT32  # gathered, clamped and padded tables
+    counted += 2 * tokens * width * heads.dtype.itemsize + 32 * tokens
+    if device.type == "meta":
+        return counted
+    block = heads.kv_heads * block_size * heads.dim
+    strides = (2 * block, block_size * heads.dim, heads.dim, 1)
+    shape = Shape(
+        rows=rows,
+        tokens=tokens,
+        heads=heads.kv_heads * heads.group,
+        kv_heads=heads.kv_heads,
+        dim=heads.dim,
+        blocks=max(1, rows * pages),
+        block_size=block_size,
+        pages=pages,
+        q_strides=(width + 2 * heads.kv_heads * heads.dim, heads.dim),
+        k_strides=strides,
+        v_strides=strides,
+        dtype=heads.dtype,
+        scale=heads.dim**-0.5,
+    )
+    return counted + Graph((load or load_cudnn)(), shape, device).workspace_bytes
 
 
 def describe(cudnn: ModuleType, shape: Shape) -> tuple[Any, dict[str, Any]]:
