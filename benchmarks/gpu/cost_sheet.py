@@ -282,9 +282,13 @@ def sheet(case: Case) -> dict[str, Line]:
     """Return what a step launches, by the names of kernels in the order of their first launch.
 
     Raises:
-        SystemExit: the model is unknown, or a kernel is.
+        SystemExit: the model is unknown, or a kernel is, or nothing is stored in that format.
     """
     spec = shape(case.model, case.context, stored=STORED.get(case.quantize))
+    if case.quantize == "mxfp4" and spec.moe is None:
+        raise SystemExit(
+            f"{case.model} has no experts, and checkpoints store nothing else in mxfp4"
+        )
     table = InputBatch(case.batch, case.context, [-(-case.context // BLOCK)] * len(spec.kv_groups))
     windows, sizes = [group.window for group in spec.kv_groups], (case.batch,)
     packer = StepPacker(table, BLOCK, windows, HostDevice(), case.batch, sizes, None, None)

@@ -57,6 +57,7 @@ def gemm(kind: str, rows: int, tuning: Heuristic) -> None:
     x, bias = torch.ones(rows, INPUTS, dtype=made.dtype), torch.ones(OUTPUTS, dtype=made.dtype)
     matrix.linear(x, made, bias, torch.ones(rows, OUTPUTS, dtype=made.dtype))
     if isinstance(made, CodedMatrix):
+        matrix.product(x, made, bias)
         coded.gather(made, torch.zeros(rows, dtype=torch.int64))
 
 

@@ -149,6 +149,8 @@ def test_products_with_codes(capability: int, products: list[str]) -> None:
     built = compiled("launch_products.launch", capability, *products)
     found = [kernel for kernel in built if kernel.kernel in ("coded_gemm", "grouped_codes")]
     assert len({kernel.kernel for kernel in found}) == 2
+    early = {kernel.kernel for kernel in found if kernel.programmatic}
+    assert early == ({"coded_gemm"} if capability >= 90 else set())
     for kernel in built:
         assert kernel.shared_bytes <= SHARED[capability], kernel
         assert kernel.spilled_bytes <= MOST_SPILLED, kernel

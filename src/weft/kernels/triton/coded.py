@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.float8 import E4M3
+from weft.kernels.triton import pdl
 from weft.kernels.triton.coded_matrix import TILE, CodedMatrix
 from weft.kernels.triton.device import has_fp8
 from weft.kernels.triton.fp8 import codes_dtype, from_bits, row_scale, to_e4m3
@@ -204,6 +205,7 @@ def coded_gemm(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """One block of outputs of one block of rows, summed over one part of the inputs.
 
@@ -229,6 +231,8 @@ def coded_gemm(
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if WHOLE:
         zeros = zero_points(zero, n, n_in, CODE, ZEROS)
+    pdl.wait(PDL)
+    pdl.launch_dependents(PDL)
     for step in range(STEPS):
         for number in tl.static_range(EACH):
             piece = start + step * EACH + number
@@ -362,7 +366,7 @@ def linear(
     """Return x [M, K] times the matrix [N, K], plus bias [N] and residual [M, N] -> [M, N].
 
     Args:
-        whole: whether parts are added if the inputs are split; else there is no residual.
+        whole: as of ``matrix.small_product``; if not, there is no residual.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
@@ -409,6 +413,7 @@ def linear(
         OPERAND=operand,
         PRECISION="ieee" if matrix.dtype == torch.float32 else "tf32",
         FLAGS=flags,
+        **({} if whole else pdl.options(x.device)),
         **launch,
     )
     if splits > 1 and not whole:
