@@ -26,6 +26,7 @@ from weft.engine.info import collect_info, format_info
 from weft.engine.model import check_host_memory, find_model, resolve_settings
 from weft.engine.profiling import profiled_config
 from weft.exec import hosted_experts
+from weft.exec.workspace import expert_rows_bytes
 from weft.kernels.cpu import expert_server
 from weft.kernels.cpu.expert_server import ExpertServer
 from weft.kernels.hosted import HostedExperts
@@ -78,6 +79,9 @@ def test_experts_of_the_host_give_the_tokens_of_the_model(folders, family) -> No
             server = engine.executor._functions.experts.server
             assert server.answers > 0
             assert server.rows > 0
+            spec, most = engine.model.spec, engine.executor._packer.max_tokens
+            assert pinned_for_experts(engine) == expert_rows_bytes(spec, 4, most)
+            assert engine.model.facts.pinned_bytes == expert_rows_bytes(spec, 4, 48)
     captured, uncaptured = found["all", True], found["all", False]
     assert [a.tokens for a in captured] == [a.tokens for a in uncaptured]
     assert torch.equal(told(captured[-1]), told(uncaptured[-1]))
@@ -117,6 +121,13 @@ def nbytes_on_host(engine) -> int:
     every = [layer.expert_down for layer in engine.executor._decoder.layers]
     layers = [experts for experts in every if isinstance(experts, HostedExperts)]
     return sum(one.nbytes for layer in layers for one in (*layer.gate_up, *layer.down))
+
+
+def pinned_for_experts(engine) -> int:
+    link = engine.executor._functions.experts
+    tensors = [held for held in vars(link).values() if isinstance(held, torch.Tensor)]
+    tensors += [link._answered.memory, link._gave_up.memory]
+    return sum(tensor.nbytes for tensor in tensors if tensor is not link._tickets)
 
 
 def test_leased_steps_reach_the_host(folders) -> None:
@@ -389,8 +400,8 @@ def test_a_profile_with_experts_on_the_host_is_of_whole_steps(monkeypatch) -> No
 def test_a_host_without_room_is_refused(folders, monkeypatch) -> None:
     config = config_of(folders["qwen3-moe"], host_experts="all")
     model, resolved = resolve_settings(config)
-    experts = model.facts.host_weight_bytes
-    for free, fits in ((experts, True), (experts - 1, False)):
+    needed = model.facts.host_weight_bytes + model.facts.pinned_bytes
+    for free, fits in ((needed, True), (needed - 1, False)):
         monkeypatch.setattr("weft.engine.model.available_memory", lambda free=free: free)
         # On a device that stands in, the rest takes its part of the same memory.
         beside = free + model.facts.weight_bytes + resolved.kv_bytes

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from checkpoints import build, prompt, save_with_tokenizer
+from checkpoints import build, prompt, save, save_with_tokenizer
+from crowds import piggybacking
 from graphed import SIZES, BlindDevice, graph_executor, use_graphs
+from test_overlap import overlapping
+from tight_kv import settings_for
 
 from depth import deep
 from weft import LLM, SamplingParams
@@ -18,8 +22,9 @@ from weft.core.errors import ConfigError, InvariantError
 from weft.core.plan import KVMove, RowAdd, StepPlan, SubBatch, Tier
 from weft.cost.curves import Curve
 from weft.cost.fit import FEATURES, Fitted
+from weft.engine.build import build_engine
 from weft.engine.costs import profile_key
-from weft.engine.model import find_model
+from weft.engine.model import _step_sizes, find_model
 from weft.exec.device import HostDevice
 from weft.exec.functions import StepFunctions
 from weft.exec.graphs import GraphExecutor
@@ -39,7 +44,8 @@ from weft.exec.step_layout import (
 )
 from weft.exec.step_layout import SIZES as ALL_SIZES
 from weft.exec.step_packer import StepPacker
-from weft.exec.workspace import StepSizes, workspace_bytes
+from weft.exec.workspace import StepSizes, pinned_bytes, workspace_bytes
+from weft.kernels.lanes import lanes_for
 
 FREE = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 SHORT = replace(FREE, max_tokens=16)
@@ -525,6 +531,41 @@ def test_what_steps_need_is_known_before(engine):
     assert workspace_bytes(spec, 4, sizes, graphs=True) > least
     assert workspace_bytes(spec, 4, replace(sizes, samples=90), graphs=False) > least
     assert workspace_bytes(spec, 2, sizes, graphs=False) < least
+
+
+@pytest.mark.parametrize(
+    "config_of",
+    [
+        partial(settings_for, resident="off"),
+        partial(settings_for, resident="on", speculation=2),
+        partial(piggybacking, resident="off"),
+        partial(overlapping, resident="off"),
+    ],
+    ids=["plain", "leases", "lanes", "overlaps"],
+)
+def test_what_steps_pin_is_known_before(config_of, tmp_path, monkeypatch):
+    """To the byte; the KV of the host is counted by itself."""
+    taken = []
+
+    def counted(_: HostDevice, size: int, dtype: torch.dtype) -> torch.Tensor:
+        taken.append((size * dtype.itemsize, dtype))
+        return torch.zeros(size, dtype=dtype)
+
+    for name in ("host_memory", "exchange_memory"):
+        monkeypatch.setattr(HostDevice, name, counted)
+    config = config_of(save(build("gemma3"), tmp_path), graphs=False)
+    rows = config.max_num_seqs
+    monkeypatch.setattr("graphed.SIZES", sizes_for(rows))
+    monkeypatch.setattr("graphed.LANES", lanes_for(rows))
+    use_graphs(monkeypatch)
+    engine = build_engine(config)
+    engine.close()
+    spec = engine.model.spec
+    config = replace(config, max_model_len=engine.resolved.max_model_len)
+    sizes = _step_sizes(config, spec, (4, 0), halves=False)
+    blocks = sum(size for size, dtype in taken if dtype is torch.uint8)
+    assert bool(blocks) == config.attends_on_host
+    assert sum(size for size, _ in taken) - blocks == pinned_bytes(spec, 4, sizes)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from checkpoints import prompt
-from graphed import around_forward, graph_executor, load_on_tensors
+from graphed import around_forward, graph_executor, load_on_tensors, use_graphs
 from ranks import load, on_ranks, on_stages
 from torch import Tensor
 
@@ -28,11 +28,15 @@ from weft.engine.rank_role import plan_of_stage
 from weft.exec.device import tensor_memory
 from weft.exec.grammar import GrammarRows, Grammars
 from weft.exec.graphs import GraphExecutor
-from weft.exec.input_batch import InputBatch
+from weft.exec.input_batch import MOST_EDITS, InputBatch
+from weft.exec.logprobs import SCORED_TOKENS_AT_ONCE
 from weft.exec.store import KVStore
+from weft.exec.workspace import StepSizes, workspace_bytes
 from weft.kernels.collectives import ONE_STAGE, Alone, Collectives, Link
 from weft.kernels.process_group import Group, Pipe
+from weft.kernels.sampling import state_bytes
 from weft.models.hub import resolve_model
+from weft.models.stages import stage_spec
 
 SETTINGS = {
     "dtype": "float32",
@@ -160,6 +164,51 @@ def test_stages_run_captured_steps(width, tmp_path, monkeypatch) -> None:
         assert not any(result.sequence_ids for result in results)
     for results in found[width:]:
         assert [RankTokens.of(result) for result in results] == expected
+
+
+def test_no_stage_waits_for_room_to_pack_a_step(monkeypatch) -> None:
+    """As many steps as four stages have in flight are packed before one has ended."""
+    prompts = [prompt(40 + i, i) for i in range(8)]
+    long = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    with LLM.in_process("builtin", **SETTINGS) as llm:
+        expected = [r.token_ids for r in llm.generate(prompts, long, progress=False)]
+    use_graphs(monkeypatch)
+    monkeypatch.setattr("graphed.steps_in_flight", lambda *_: 4)
+    monkeypatch.setattr("weft.engine.build.pipelined_steps", lambda _: 4)
+    with LLM.in_process("builtin", **SETTINGS) as llm:
+        executor, flight = llm.engine.built.executor, []
+        assert executor.depth == 4
+        launch = executor.launch
+
+        def watched(plan: StepPlan):
+            ticket = launch(plan)
+            flight.append(len({id(part.output) for part in executor._launched}))
+            return ticket
+
+        monkeypatch.setattr(executor, "launch", watched)
+        found = [r.token_ids for r in llm.generate(prompts, long, progress=False)]
+    assert found == expected
+    assert max(flight) == 4 + 1
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_only_the_last_stage_has_room_for_logits(stages) -> None:
+    config = EngineConfig(**SETTINGS | {"steps_in_flight": None, "pipeline_parallel": stages})
+    model = find_model(config)
+    sizes = StepSizes(64, 8, 8, [32], depth=stages)
+    parts = [stage_spec(model.spec, *of) for of in enumerated(model.layers)]
+    for part in parts:
+        small = replace(part, vocab_size=part.vocab_size - 100)
+        given, less = (workspace_bytes(one, 4, sizes, graphs=True) for one in (part, small))
+        states = state_bytes(8, MOST_EDITS, part.vocab_size) - state_bytes(
+            8, MOST_EDITS, small.vocab_size
+        )
+        logits = 2 * 2 * 4 * 100 * SCORED_TOKENS_AT_ONCE  # of captured steps and of others
+        assert given - less == states + logits * part.stage.ends
+
+
+def enumerated(layers: tuple[range, ...]) -> list[tuple[int, int, range]]:
+    return [(number, len(layers), part) for number, part in enumerate(layers)]
 
 
 def test_each_rank_moves_the_kv_of_its_heads_to_the_host_and_back(tmp_path, monkeypatch) -> None:

@@ -44,6 +44,7 @@ class Facts:
         weight_bytes: memory of the weights, of the largest part where the model is cut.
         available_bytes: memory that is free for one rank before the weights are loaded.
         workspace_bytes: what steps need there beside weights and KV, captured ones included.
+        pinned_bytes: of the host, for what goes between it and a device.
         host_weight_bytes: memory of the host for weights that are not on the device.
         state_bytes: of a slot of recurrent state; 0 for a model of attention alone.
         kv_share: of what is left beside both, how much the KV takes unless that is set.
@@ -56,6 +57,7 @@ class Facts:
     available_bytes: int
     groups: tuple[GroupFacts, ...]
     workspace_bytes: int = 0
+    pinned_bytes: int = 0
     host_weight_bytes: int = 0
     kv_share: float = HOST_KV_SHARE
     state_bytes: int = 0

@@ -19,6 +19,7 @@ from weft.core.topology import this_machine
 from weft.cost.expert_offload import OffloadedModel, OffloadRates, predict_step
 from weft.cost.hardware import HARDWARE, Hardware
 from weft.engine.threads import plan_threads
+from weft.exec.workspace import expert_rows_bytes
 from weft.kernels.interface import OpTable
 from weft.kernels.ops import select_ops
 from weft.kernels.storage import Storage, computed_as
@@ -96,8 +97,13 @@ def place_experts(
         computes=host.ops.computes,
         wanted=_of({layers[0]}),
     )
-    device = facts.weight_bytes - count * each
-    return replace(facts, weight_bytes=device, host_weight_bytes=count * there), host
+    rows = expert_rows_bytes(spec, DTYPE_BYTES[dtype], config.max_num_batched_tokens)
+    return replace(
+        facts,
+        weight_bytes=facts.weight_bytes - count * each,
+        pinned_bytes=facts.pinned_bytes + rows,
+        host_weight_bytes=count * there,
+    ), host
 
 
 def _of(layers: set[int]) -> Callable[[str], bool]:
@@ -153,13 +159,21 @@ def _as_stored(spec: ModelSpec) -> Storage | None:
 
 
 def check_fits_host(facts: Facts, free: int) -> None:
-    """Raise OutOfMemoryError if the host has no room for the experts that stay there."""
-    if facts.host_weight_bytes > free:
+    """Raise OutOfMemoryError if the host has no room for experts and for what steps pin."""
+    if facts.host_weight_bytes + facts.pinned_bytes <= free:
+        return
+    pinned = format_bytes(facts.pinned_bytes)
+    only = f"but only {format_bytes(max(0, free))} are free there"
+    if not facts.host_weight_bytes:
         raise OutOfMemoryError(
-            f"The experts on the host need {format_bytes(facts.host_weight_bytes)}, but only "
-            f"{format_bytes(max(0, free))} are free there; set host_quantize to int8 or int4, or "
-            "host_experts to fewer layers."
+            f"Steps need {pinned} of the host's memory for their buffers, {only}; lower "
+            "max_num_batched_tokens, max_num_seqs or steps_in_flight."
         )
+    raise OutOfMemoryError(
+        f"The experts on the host need {format_bytes(facts.host_weight_bytes)}, and the buffers of "
+        f"steps {pinned}, {only}; set host_quantize to int8 or int4, or host_experts to fewer "
+        "layers."
+    )
 
 
 def offloaded_model(

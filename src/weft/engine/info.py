@@ -145,6 +145,7 @@ def _memory_facts(config: EngineConfig, model: Model) -> dict[str, Any]:
     memory: dict[str, Any] = {
         "weight_bytes": facts.weight_bytes,
         "workspace_bytes": facts.workspace_bytes,
+        "pinned_bytes": facts.pinned_bytes,
         "kv_dtype": config.kv_name(model.dtype),
         "kv_bytes_per_token": sum(group.bytes_per_token for group in facts.groups),
         "state_bytes": facts.state_bytes,
@@ -178,6 +179,8 @@ def format_info(info: dict[str, Any]) -> str:
     groups = ", ".join(_group_words(group) for group in model["kv_groups"])
     if model["recurrent_layers"]:
         groups += f", {model['recurrent_layers']} recurrent"
+    pinned = format_bytes(memory["pinned_bytes"])
+    pinned = f", and {pinned} of the host for buffers" if memory["pinned_bytes"] else ""
     rows = [
         ("weft", f"{info['weft']} (Python {machine['python']}, {_torch_words(machine)})"),
         ("machine", f"{machine['cpu']}, {machine['cores']} cores{_isa_words(machine)}"),
@@ -196,7 +199,7 @@ def format_info(info: dict[str, Any]) -> str:
         ("weights", f"{format_bytes(memory['weight_bytes'])}{share}"),
         *[("" if at else "offload", line) for at, line in enumerate(memory["host_experts"])],
         *(("", line) for line in info["stages"]),
-        ("workspace", format_bytes(memory["workspace_bytes"])),
+        ("workspace", f"{format_bytes(memory['workspace_bytes'])}{pinned}"),
         (
             "KV cache",
             f"{format_bytes(memory['kv_bytes_per_token'])} a token in {memory['kv_dtype']}{share}",

@@ -21,7 +21,7 @@ from weft.core.resolved import (
     resolve,
 )
 from weft.core.settings import format_bytes
-from weft.engine.devices import free_memory, is_cpu, pick_device
+from weft.engine.devices import free_memory, is_cpu, is_resident, pick_device, steps_in_flight
 from weft.engine.host_experts import check_fits_host, place_experts
 from weft.engine.host_tier import check_attends_on_host
 from weft.engine.machine import has_fast_bfloat16
@@ -33,7 +33,7 @@ from weft.engine.weights import (
     prefill_bytes,
     stored_weights,
 )
-from weft.exec.workspace import StepSizes, workspace_bytes
+from weft.exec.workspace import StepSizes, pinned_bytes, workspace_bytes
 from weft.kernels.gpus import Gpu
 from weft.kernels.interface import OpTable
 from weft.kernels.lanes import lanes_for
@@ -208,13 +208,14 @@ def _facts(
     element, on_host = DTYPE_BYTES[dtype], is_cpu(device)
     kv = KV_TYPES.get(config.kv_dtype)
     kv_bytes = (element, 0) if kv is None else (kv.code_bytes, kv.scale_bytes)
-    steps = 0
+    steps = pinned = 0
     if not on_host:
         sizes = _step_sizes(config, rank_spec, kv_bytes, halves=halves)
         ranks = config.tensor_parallel
         steps = workspace_bytes(rank_spec, element, sizes, graphs=config.graphs, ranks=ranks)
         prefill = prefill_bytes(config, rank_spec, dtype, ops, device, sizes.blocks[0])
         steps += prefill * (1 + config.graphs)  # those that are captured keep theirs
+        pinned = pinned_bytes(rank_spec, element, sizes)
     return Facts(
         max_position_embeddings=spec.max_position_embeddings,
         weight_bytes=_weight_bytes(config, dtype, ops, spec),
@@ -224,6 +225,7 @@ def _facts(
             for group in rank_spec.kv_groups
         ),
         workspace_bytes=steps,
+        pinned_bytes=pinned,
         kv_share=HOST_KV_SHARE if on_host else DEVICE_KV_SHARE,
         state_bytes=0 if spec.states is None else spec.states.slot_bytes,
     )
@@ -241,6 +243,7 @@ def _facts_of_all(stages: Sequence[Facts]) -> Facts:
         stages[0],
         weight_bytes=max(facts.weight_bytes for facts in stages),
         workspace_bytes=max(facts.workspace_bytes for facts in stages),
+        pinned_bytes=max(facts.pinned_bytes for facts in stages),
         groups=groups,
         stages=tuple(stages),
     )
@@ -285,7 +288,9 @@ def resolve_settings(
 
 
 def check_host_memory(config: EngineConfig, model: Model, resolved: ResolvedConfig) -> None:
-    """Check that the host has the memory for experts and for the KV of its tier, of all ranks.
+    """Check that the host has the memory for experts, what steps pin, and the KV of its tier.
+
+    Of all ranks.
 
     Before any of them takes its part, as the others would find that much less. On a CPU the weights
     and the KV of the device take theirs from the same memory.
@@ -300,7 +305,7 @@ def check_host_memory(config: EngineConfig, model: Model, resolved: ResolvedConf
     else:
         free, where = available_memory() // ranks, "the host has"
     check_fits_host(facts, free)
-    free -= facts.host_weight_bytes
+    free -= facts.host_weight_bytes + facts.pinned_bytes
     if each > free:
         rank = " for each rank" if ranks > 1 else ""
         raise OutOfMemoryError(
@@ -367,6 +372,8 @@ def _step_sizes(
         lanes=lanes_for(config.max_num_seqs) if config.piggybacks else 0,
         overlaps=config.overlaps,
         halves=halves,
+        depth=steps_in_flight(config, ABSENT),
+        leases=is_resident(config, ABSENT),
         scratch_bytes=sum(
             blocks * config.block_size * group.bytes_per_token(*kv_bytes) // len(group.layers)
             for group in spec.kv_groups

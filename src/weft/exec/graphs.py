@@ -59,7 +59,7 @@ from weft.exec.sample import Sampled, sample
 from weft.exec.scored_rows import ScoredRows
 from weft.exec.setup import Steps as Steps
 from weft.exec.step_layout import LaneSizes, PairSizes, captured_sizes, padded_size
-from weft.exec.step_packer import BUFFERS, NOTHING, Carried, PackedStep, StepPacker
+from weft.exec.step_packer import NOTHING, Carried, PackedStep, StepPacker
 from weft.exec.store import KVStore
 from weft.exec.sub_batches import check_overlaps, merged
 from weft.exec.tiers import HostTier, check_computes
@@ -106,7 +106,7 @@ class GraphExecutor:
         if steps.halves is not None:
             pairs = PairSizes.halves(steps.halves.sizes)
         self._packer = StepPacker(
-            table, store.block_size, windows, device, max_tokens, sizes, lanes, pairs
+            table, store.block_size, windows, device, max_tokens, sizes, lanes, pairs, steps.buffers
         )
         self._rows = DeviceRows(table, decoder.spec.vocab_size, device)
         self._masks = MaskedRows(table, self._rows.state.masks, device)
@@ -114,8 +114,10 @@ class GraphExecutor:
             decoder, store, self._packer, device, self._rows.state, steps.halves
         )
         results = self._functions.results.numel()
-        self._results = [device.host_memory(results, torch.int64) for _ in range(BUFFERS)]
-        self._scored = ScoredRows(table, self._functions, device, self._packer.max_tokens)
+        self._results = [device.host_memory(results, torch.int64) for _ in range(steps.buffers)]
+        self._scored = ScoredRows(
+            table, self._functions, device, self._packer.max_tokens, steps.buffers
+        )
         self._launched: deque[LaunchedBatch] = deque()
         self._steps = CapturedSteps(self._functions, self._packer, device)
         device.synchronize()  # weights and KV were not ordered as its work
@@ -254,7 +256,8 @@ class GraphExecutor:
         return self._order(partial(self._run, batch, output, carried, ahead))
 
     def _order(self, run: Callable[[], LaunchedBatch]) -> bool:
-        while self._launched and (self._launched[-1].needs_host or len(self._launched) == BUFFERS):
+        most = len(self._packer.buffers)
+        while self._launched and (self._launched[-1].needs_host or len(self._launched) == most):
             self._finish(self._launched.popleft())
         with self._memory_guard() as memory:
             self._launched.append(run())

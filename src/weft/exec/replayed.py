@@ -36,12 +36,12 @@ from weft.exec.device import Device, Event
 from weft.exec.functions import StepFunctions
 from weft.exec.input_batch import InputBatch
 from weft.exec.launched import LaunchedBatch
-from weft.exec.step_packer import BUFFERS
+from weft.exec.step_layout import AHEAD
 from weft.kernels.advance import RowBounds
 from weft.kernels.cpu._native import Outlet
 from weft.kernels.cpu.decode import LIMIT_S, UNPUBLISHED_S, Decoded, id_lists
 
-AHEAD = 4  # steps ordered before the oldest is collected, so that the host may be late by as many
+AHEAD_OF_STOPS = 2  # likewise, where a token may end a row
 NO_IDS = np.zeros(0, np.int64)
 
 
@@ -227,7 +227,7 @@ class LeasedRun:
         self.step_s = step_s
         self._lease, self._order, self._most, self._number = lease, order, most, 0
         # What is ordered behind the end of a row is for nothing.
-        self._ahead = BUFFERS if len(stops.ids) else AHEAD
+        self._ahead = AHEAD_OF_STOPS if len(stops.ids) else AHEAD
         self._began = self._behind = time.monotonic()
         self._limit_s = UNPUBLISHED_S if lease.outlet is None else LIMIT_S
 

@@ -11,19 +11,24 @@ from weft.exec.input_batch import InputBatch
 from weft.exec.launched import LaunchedBatch
 from weft.exec.logprobs import COLUMNS, describe
 from weft.exec.sample import Sampled
-from weft.exec.step_packer import BUFFERS, PackedStep
+from weft.exec.step_packer import PackedStep
 
 
 class ScoredRows:
     """What the rows of a table that want log probabilities get, of steps in flight on a device."""
 
     def __init__(
-        self, table: InputBatch, functions: StepFunctions, device: Device, samples: int
+        self,
+        table: InputBatch,
+        functions: StepFunctions,
+        device: Device,
+        samples: int,
+        buffers: int,
     ) -> None:
-        """Take memory of the host for the most samples of a step."""
+        """Take memory of the host for the most samples of a step, for each of its buffers."""
         self._table, self._functions, self._device = table, functions, device
         size = samples * COLUMNS
-        self._scores = [device.host_memory(size, torch.float64) for _ in range(BUFFERS)]
+        self._scores = [device.host_memory(size, torch.float64) for _ in range(buffers)]
 
     def order(self, packed: PackedStep) -> tuple[list[int], Tensor]:
         """Order log probabilities of the samples that want them; see ``LaunchedBatch``."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from weft.exec.halves_pass import HalvesSetup
-from weft.exec.step_layout import SIZES
+from weft.exec.step_layout import SIZES, buffers_for
 
 
 @dataclass(frozen=True)
@@ -33,3 +33,8 @@ class Steps:
     lanes: int = 0
     leases: bool = False
     halves: HalvesSetup | None = None
+
+    @property
+    def buffers(self) -> int:
+        """Of the host, for steps in flight and the one that is packed."""
+        return buffers_for(self.depth)

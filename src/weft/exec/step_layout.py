@@ -39,6 +39,7 @@ _ALIGNMENT = 4  # words: kernels are compiled once more for addresses that 16 do
 SIZES = (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, 513, 32))
 FIRST_SIZES, SECOND_SIZES = 12, 3  # of overlapped sub-batches
 STRIDE = 64  # beyond the largest size, so that few shapes meet the kernels
+AHEAD = 4  # leased steps ordered before the oldest is collected, so the host may be late by as many
 # Between the captured sizes of halves: as BlendServe's batches grow (appendix A.2). Smaller halves
 # would read weights twice for less arithmetic than that takes.
 HALF_STRIDE = 128
@@ -52,6 +53,14 @@ def padded_size(count: int, sizes: Seq[int] = SIZES) -> int:
     """
     index = bisect_left(sizes, count)
     return sizes[index] if index < len(sizes) else -(-count // STRIDE) * STRIDE
+
+
+def buffers_for(depth: int) -> int:
+    """Buffers of the host for steps of which ``depth`` wait while another is packed.
+
+    With none in flight two, as a step may be two sub-batches.
+    """
+    return max(2, depth + 1)
 
 
 def sizes_for(rows: int) -> tuple[int, ...]:

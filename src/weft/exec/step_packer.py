@@ -21,6 +21,7 @@ from weft.exec.step_layout import (
     LaneSizes,
     Layout,
     PairSizes,
+    buffers_for,
     forward_layout,
     overlapped_layout,
     padded_size,
@@ -29,7 +30,6 @@ from weft.exec.step_layout import (
 from weft.exec.sub_batches import MOST, chosen, kinds_of, merged
 
 NOTHING = SubBatch((), (), (), ())  # of a step that only carries piggybacked rows
-BUFFERS = 2  # one is read by the device while the next step is packed into the other
 
 Arrays = dict[str, NDArray[Any]]
 Parts: TypeAlias = tuple[SubBatch, SubBatch, SubBatch]  # as ``kinds_of`` has a sub-batch's rows
@@ -144,7 +144,9 @@ class StepPacker:
         sizes: Seq[int],
         lanes: LaneSizes | None = None,
         pairs: PairSizes | None = None,
+        buffers: int = buffers_for(0),
     ) -> None:
+        """Take ``buffers`` that the device reads while the next step is packed into another."""
         self._table, self.pairs = table, pairs
         self._of_device = [InputPacker(table, block_size) for _ in range(MOST)]
         self.windows = [window or 0 for window in windows]
@@ -158,9 +160,9 @@ class StepPacker:
         self.layout = Buffer.for_steps(
             self.max_tokens, self.max_rows, blocks, lanes, overlaps=pairs is not None
         )
-        self.buffers = [device.host_memory(self.layout.words, torch.int32) for _ in range(BUFFERS)]
+        self.buffers = [device.host_memory(self.layout.words, torch.int32) for _ in range(buffers)]
         self._hashes = [self.layout.hashes(buffer).numpy() for buffer in self.buffers]
-        self._views: list[dict[int, Arrays]] = [{} for _ in range(BUFFERS)]
+        self._views: list[dict[int, Arrays]] = [{} for _ in range(buffers)]
         self._next = 0
 
     @property
@@ -214,7 +216,7 @@ class StepPacker:
         batch = merged([part for parts in split for part in parts])
         of = self._overlapped(split, sizes)
         inputs = self._packer.pack(batch)
-        buffer, self._next = self._next, (self._next + 1) % BUFFERS
+        buffer, self._next = self._next, (self._next + 1) % len(self.buffers)
         layout, pivot = self.overlapped_layout(of.sizes), self.layout.pivot
         arrays = self._arrays(buffer, layout, pivot)
         arrays["serial"][:] = serial
@@ -300,7 +302,7 @@ class StepPacker:
         carried: Carried | None,
         ahead: int = 0,
     ) -> PackedStep:
-        buffer, self._next = self._next, (self._next + 1) % BUFFERS
+        buffer, self._next = self._next, (self._next + 1) % len(self.buffers)
         pivot = self.layout.pivot
         read_as = self.layout.forward_hash(forward, carried is not None)
         if carried is not None:

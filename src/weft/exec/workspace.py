@@ -6,8 +6,17 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from weft.exec.input_batch import MOST_EDITS, SEAT_BYTES
-from weft.exec.logprobs import SCORED_TOKENS_AT_ONCE
-from weft.exec.step_layout import HASH_WORDS, STRIDE, Buffer, LaneSizes, padded_size, sizes_for
+from weft.exec.logprobs import COLUMNS, SCORED_TOKENS_AT_ONCE
+from weft.exec.step_layout import (
+    AHEAD,
+    HASH_WORDS,
+    STRIDE,
+    Buffer,
+    LaneSizes,
+    buffers_for,
+    padded_size,
+    sizes_for,
+)
 from weft.kernels.advance import told_size
 from weft.kernels.collectives import ONE_EXCHANGE_BYTES
 from weft.kernels.lanes import AT_ONCE, lane_state_bytes
@@ -21,6 +30,7 @@ CUBLAS_BYTES = 32 * 2**20  # PyTorch's workspace for cuBLAS on Hopper, for each 
 # of one KV head that it computes together at the least.
 ATTENTION_SPLITS = 32
 ATTENTION_HEADS = 16
+EXPERT_WORDS_BYTES = 4 + 3 * 8  # of ``hosted_experts``: tokens, tickets, an end
 LISTED_BYTES = 32  # of ``triton.work_list``, for each part of each row
 
 
@@ -30,9 +40,11 @@ class StepSizes:
 
     Attributes:
         blocks: entries of a row's block table, for each group.
+        depth: launched steps that may wait while another is packed.
         lanes: of a step that carries piggybacked rows.
         overlaps: whether steps may be sub-batches that overlap with the host's attention.
         halves: whether they may be two halves.
+        leases: whether more may follow without plans.
         scratch_bytes: KV of a longest sequence in one layer of each group, if they may.
     """
 
@@ -40,10 +52,12 @@ class StepSizes:
     rows: int
     samples: int
     blocks: Seq[int]
+    depth: int = 1
     lanes: int = 0
     overlaps: bool = False
     scratch_bytes: int = 0
     halves: bool = False
+    leases: bool = False
 
     @property
     def pairs(self) -> bool:
@@ -64,7 +78,7 @@ def workspace_bytes(
         element: bytes of a number of the hidden states.
     """
     tokens = padded_size(sizes.tokens)
-    samples = min(padded_size(sizes.samples), tokens)
+    samples = min(padded_size(sizes.samples), tokens) if spec.stage.ends else 0
     lanes = LaneSizes(spec.num_layers, sizes.lanes, sizes.rows) if sizes.lanes else None
     buffer = Buffer.for_steps(tokens, sizes.rows, sizes.blocks, lanes, overlaps=sizes.pairs)
     static = buffer.words * FLOAT + sizes.scratch_bytes
@@ -95,6 +109,38 @@ def workspace_bytes(
     return static + scratch + sum(_pass_bytes(spec, element, ranks, *counts) for counts in passes)
 
 
+def pinned_bytes(spec: ModelSpec, element: int, sizes: StepSizes) -> int:
+    """Return what steps take of the host's memory, to the byte: buffers, results, rows for hosts.
+
+    Args:
+        spec, element: see ``workspace_bytes``.
+    """
+    tokens = padded_size(sizes.tokens)
+    lanes = LaneSizes(spec.num_layers, sizes.lanes, sizes.rows) if sizes.lanes else None
+    buffer = Buffer.for_steps(tokens, sizes.rows, sizes.blocks, lanes, overlaps=sizes.pairs)
+    results = 2 * 8 * (1 + tokens + 2 * sizes.lanes)
+    found = buffers_for(sizes.depth) * (buffer.words * FLOAT + results + 8 * COLUMNS * tokens)
+    found += 4  # of bounds
+    if sizes.leases:
+        told = told_size(padded_size(min(sizes.rows, sizes.tokens)))
+        rows = padded_size(min(sizes.rows, sizes.tokens))
+        found += 8 * told + AHEAD * 8 * (2 + 2 * rows)
+    if lanes is not None or sizes.overlaps:
+        queries = max(spec.num_heads * layer.head_dim for layer in spec.layers)
+        keys = max(layer.num_kv_heads * layer.head_dim for layer in spec.layers)
+        found += sizes.rows * (queries + 2 * keys) * element + 8 * (sizes.rows + 1)
+        found += min(sizes.rows, AT_ONCE) * (queries * element + 2 * 8)  # that come back
+    return found
+
+
+def expert_rows_bytes(spec: ModelSpec, element: int, tokens: int) -> int:
+    """Return what rows of a step take of the host's memory on their way to its experts and back."""
+    moe = spec.moe
+    assert moe is not None
+    row = 2 * spec.hidden_size * element + moe.top_k * (FLOAT + 8)
+    return padded_size(tokens) * row + EXPERT_WORDS_BYTES
+
+
 def _exchange_bytes(spec: ModelSpec, element: int, rows: int, hidden: int) -> int:
     """What the device keeps of rows that the host attends for, and results on their way to it."""
     width = max(spec.num_heads * layer.head_dim for layer in spec.layers)
@@ -121,9 +167,9 @@ def _pass_bytes(spec: ModelSpec, element: int, ranks: int, tokens: int, samples:
     """Activations of one layer, and the logits, of which choosing tokens makes a copy.
 
     Several ranks also have the parts of a sum and the sum in float32, and the logits as they come
-    from each rank and side by side.
+    from each rank and side by side. Stages before the last one have no logits.
     """
-    logits = max(samples, SCORED_TOKENS_AT_ONCE) * spec.vocab_size * FLOAT
+    logits = max(samples, SCORED_TOKENS_AT_ONCE) * spec.vocab_size * FLOAT * spec.stage.ends
     width = element * max(_layer_width(spec, i) for i in range(spec.num_layers))
     if ranks == 1:
         return tokens * width + 2 * logits

@@ -23,7 +23,6 @@ logger = logging.getLogger("weft")
 
 TIMEOUT_S = 300  # of one collective; a rank that has ended is noticed before
 FEW_RANKS = 4  # between which messages of ONE_EXCHANGE_BYTES go by peer memory; of more half of it
-SENDS_AT_ONCE = 2  # that wait for the next stage, of those that wait at all
 
 
 class Group:
@@ -134,7 +133,7 @@ class Pipe:
         self._aborts = on_gpu
         # Sends that gloo has not ended. A stage goes on while the next one is still computing.
         self._sending: deque[tuple[Any, Array]] = deque()
-        self._at_once = 0 if on_gpu else SENDS_AT_ONCE
+        self._at_once = 0 if on_gpu else stages  # as many steps as are in flight
         connect = _nccl if on_gpu else _gloo
         self._group = connect(meeting_point, rank, size)
         self._connect(torch.zeros(1, device=device))
