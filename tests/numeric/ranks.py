@@ -102,12 +102,13 @@ def tokens_of_processes(size: int, folder: Path, jobs: list[dict[str, Any]]) -> 
 
 
 def main(rank: str, size: str, meeting_point: str, jobs: str) -> None:
-    """Print the tokens of every job: model folder, prompt, count of tokens."""
+    """Print the tokens of every job: model folder, prompt, count of tokens, kernels if named."""
     torch.set_num_threads(1)
     group = Group(int(rank), int(size), Path(meeting_point), "cpu")
     found = []
     for job in json.loads(jobs):
-        found.append(greedy(load(Path(job["folder"]), group), job["prompt"], job["count"]))
+        decoder = load(Path(job["folder"]), group, job.get("kernels", "cpu"))
+        found.append(greedy(decoder, job["prompt"], job["count"]))
     print(json.dumps(found))
 
 

@@ -13,7 +13,7 @@ from weft.kernels import reference
 from weft.kernels.cpu import attention
 from weft.kernels.cpu.layer import CpuLayer
 from weft.kernels.cpu.matrix import CpuMatrix, linear
-from weft.kernels.cpu.rows import angles, rms_norm
+from weft.kernels.cpu.rows import angles, norm_by_sums, rms_norm, square_sums
 from weft.kernels.parts import Biases, LayerParts, LayerShape, Norms
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -209,6 +209,18 @@ def test_norms_and_angles_are_those_of_the_reference(isa, dtype) -> None:
             torch.testing.assert_close(found, expected)
     with pytest.raises(ValueError, match="weight"):
         rms_norm(heads, weights[1], 1e-6, False)
+    whole = torch.randn(5 * 37, generator=draw).to(dtype)
+    for x, first in ((heads[:, :5], 3), (heads[:, 1:6], 5), (heads[:0, :5], 3)):
+        sums = square_sums(x, first)
+        torch.testing.assert_close(sums, reference.square_sums(x, first))
+        sums = sums + 70 * torch.rand(sums.shape, generator=draw)
+        for plus_one in (False, True):
+            given = x, first, sums, whole, 1e-5, plus_one, 2
+            torch.testing.assert_close(norm_by_sums(*given), reference.norm_by_sums(*given))
+    with pytest.raises(ValueError, match="heads of"):
+        square_sums(heads, 8)
+    with pytest.raises(ValueError, match="do not fit"):
+        norm_by_sums(heads, 3, square_sums(heads, 3), whole, 1e-5, False, 2)
     positions = torch.tensor([0, 1, 17, 4095, 131071] * 20)
     frequencies = 10000.0 ** -(torch.arange(24) / 24)
     for found, expected in zip(

@@ -14,7 +14,15 @@ from weft.kernels import reference
 from weft.kernels.arrays import to_numpy, to_torch
 from weft.kernels.cpu import attention
 from weft.kernels.cpu.matrix import embedding
-from weft.kernels.cpu.rows import act_mul, gate, rms_norm, rope, softcap
+from weft.kernels.cpu.rows import (
+    act_mul,
+    gate,
+    norm_by_sums,
+    rms_norm,
+    rope,
+    softcap,
+    square_sums,
+)
 
 DTYPES = [torch.bfloat16, torch.float32]
 ISAS = attention.isas()
@@ -103,6 +111,7 @@ def test_arrays_of_numpy_give_the_same_bits(dtype) -> None:
     for call, inputs in (
         (rope, (heads, turns.cos(), turns.sin())),
         (partial(rms_norm, eps=1e-6, plus_one=True), (heads, heads[0])),
+        (partial(square_sums, first=2), (heads,)),
         (partial(act_mul, activation="silu"), (table,)),
         (lambda x, gates: gate(x, gates, "softplus"), (heads, heads[:, :, 0])),
         (embedding, (ids, table)),
@@ -117,6 +126,8 @@ def test_results_are_the_same_on_any_number_of_threads() -> None:
     calls = [
         lambda: rope(heads, turns.cos(), turns.sin()),
         lambda: rms_norm(heads, None, 1e-6, False),
+        lambda: square_sums(heads, 8),
+        lambda: norm_by_sums(heads, 8, heads[:, 0, :2], heads[0].flatten(), 50.0, False, 2),
         lambda: act_mul(heads.flatten(1), "silu"),
         lambda: softcap(heads.flatten(1).clone(), 3.0),
         lambda: embedding(torch.arange(89, -1, -1), heads.flatten(1)),

@@ -26,6 +26,7 @@ from weft.kernels.triton import (
     rope,
     route,
     sample,
+    whole_norm,
 )
 from weft.kernels.triton.gemm import SplitProduct
 from weft.kernels.triton.matrix import TritonMatrix
@@ -94,6 +95,9 @@ def launch_heads(dtype: torch.dtype) -> None:
     cos, sin = rope.angles(torch.zeros(TOKENS, dtype=torch.int64), torch.empty(DIM // 2), 1.0)
     heads = rope.HeadNorm(torch.empty(HEADS + KV_HEADS, DIM, dtype=dtype), 1e-6, False)
     rope.rope(x, cos, sin)
+    sums = whole_norm.square_sums(x[:, : HEADS + KV_HEADS], HEADS)
+    whole = torch.empty((HEADS + KV_HEADS) * DIM, dtype=dtype)
+    whole_norm.norm_by_sums(x[:, : HEADS + KV_HEADS], HEADS, sums, whole, 1e-6, False, 2)
     for kind in (dtype, *KV_DTYPES.values()):
         caches = [
             torch.empty(4, KV_HEADS, BLOCK, row_size(kind, DIM), dtype=kind) for _ in range(2)

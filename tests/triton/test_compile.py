@@ -101,7 +101,7 @@ def test_kernels_beside_attention(capability: int) -> None:
         "_enter", "_softcap", "_route", "_process_logits", "_largest", "_candidates", "_sample",
         "_verify_drafts", "_copy_blocks", "_choose_lanes", "_join_lanes", "_keep_lanes",
         "_send_lanes", "_wait_for_lanes", "_receive_lanes", "_advance", "_await_answer", "_publish",
-        "_sum",
+        "_sum", "_square_sums", "_norm_by_sums",
     }  # fmt: skip
     for kernel in built:
         assert kernel.shared_bytes <= SHARED[capability], kernel

@@ -9,6 +9,7 @@ import torch
 from checkpoints import CASES, build, prompt, save
 from mxfp4_checkpoint import save_in_mxfp4
 from paged import PagedRunner, Rows
+from ranks import greedy, tokens_of_processes
 
 import where
 from depth import deep_on_cpu
@@ -126,6 +127,15 @@ def test_weights_in_fp8_are_those_of_plain_torch(name, tmp_path, monkeypatch) ->
         exact, truth, found = (torch.cat(runner.step(rows)) for runner in runners)
         lost = (truth - exact).abs().max().item()
         assert (found - truth).abs().max().item() < 0.2 * lost
+
+
+@pytest.mark.skipif(where.ON_GPU, reason="ranks of the interpreter are processes of a CPU")
+def test_two_ranks_give_the_tokens_of_one_where_norms_span_all_heads(tmp_path) -> None:
+    folder = save(build("olmo2"), tmp_path / "model")
+    plain = load_model(folder, "float32", None, select_ops("cpu", "float32", "reference"))
+    expected = greedy(plain, prompt(9, 1), 3)
+    job = {"folder": str(folder), "prompt": prompt(9, 1), "count": 3, "kernels": "triton"}
+    assert tokens_of_processes(2, tmp_path, [job]) == [[expected]] * 2
 
 
 FEW = {"log_softmax", "top_k", "penalise"}  # which few requests need, or none beside graphs

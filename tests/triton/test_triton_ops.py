@@ -18,6 +18,7 @@ from weft.kernels.triton.embedding import embedding
 from weft.kernels.triton.norm import rms_norm
 from weft.kernels.triton.rope import angles, rope
 from weft.kernels.triton.route import route
+from weft.kernels.triton.whole_norm import norm_by_sums, square_sums
 
 FUZZED = 12
 
@@ -39,6 +40,26 @@ def test_rms_norm(dtype) -> None:
             sample.random() < 0.5,
         )
         assert_close(rms_norm(x, *arguments), reference.rms_norm(x, *arguments))
+
+
+@pytest.mark.parametrize(("heads", "first"), [(6, 4), (3, 2), (5, 5)])
+def test_norms_over_heads_of_several_ranks(dtype, heads, first) -> None:
+    """A rank with so many heads of each of two, of a wider row."""
+    tokens, size = 3, 40
+    x = torch.randn(tokens, heads + 2, size, dtype=dtype)[:, :heads]
+    weight = torch.randn(heads * size, dtype=dtype)
+    sums = square_sums(x, first)
+    assert_close(sums, reference.square_sums(x, first))
+    sums = sums + torch.rand_like(sums) * 90
+    for plus_one in (False, True):
+        given = x, first, sums, weight, 1e-5, plus_one, 2
+        assert_close(norm_by_sums(*given), reference.norm_by_sums(*given))
+    for wrong in ((x, heads + 1), (x[0], 1)):
+        with pytest.raises(ValueError, match="heads of"):
+            square_sums(*wrong)
+    with pytest.raises(ValueError, match="do not fit"):
+        norm_by_sums(x, first, sums[:2], weight, 1e-5, False, 2)
+    assert len(square_sums(x[:0], first)) == 0
 
 
 def test_rms_norm_of_heads(dtype) -> None:

@@ -66,6 +66,36 @@ class RmsNorm(Protocol):
     ) -> Array: ...
 
 
+class SquareSums(Protocol):
+    """See ``reference.square_sums``."""
+
+    def __call__(self, x: Array, first: int, /) -> Array: ...
+
+
+class NormBySums(Protocol):
+    """See ``reference.norm_by_sums``."""
+
+    def __call__(
+        self,
+        x: Array,
+        first: int,
+        sums: Array,
+        weight: Array,
+        eps: float,
+        plus_one: bool,
+        ranks: int,
+        /,
+    ) -> Array: ...
+
+
+@dataclass(frozen=True)
+class WholeNorm:
+    """Norms over all heads of Q and over all of K where ranks have some of them each."""
+
+    sums: SquareSums
+    by_sums: NormBySums
+
+
 class Rope(Protocol):
     """See ``reference.rope``."""
 
@@ -316,6 +346,7 @@ class OpTable:
     """Every op that a decoder calls, and the name of the implementation behind each."""
 
     rms_norm: RmsNorm
+    whole_norm: WholeNorm
     rope: Rope
     angles: Angles
     act_mul: ActMul

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from weft.kernels import reference_advance, reference_lanes
-from weft.kernels.interface import Fused, OpTable, PackedMatrices
+from weft.kernels.interface import Fused, OpTable, PackedMatrices, WholeNorm
 from weft.kernels.lanes import LaneOps
 from weft.kernels.sampling import penalise
 from weft.kernels.unavailable import KernelUnavailable
@@ -107,6 +107,7 @@ def _reference_ops(device: str, weights: Mapping[str, str]) -> OpTable:
     stored = {op: f"torch, {weights[op]} weights" if op in weights else "torch" for op in WEIGHTED}
     return OpTable(
         rms_norm=reference.rms_norm,
+        whole_norm=WholeNorm(reference.square_sums, reference.norm_by_sums),
         rope=reference.rope,
         angles=reference.angles,
         act_mul=reference.act_mul,
@@ -201,6 +202,7 @@ def _native_ops(dtype: str, weights: Mapping[str, str]) -> OpTable:
     stored = {op: f"cpu, {weights.get(op, dtype)} weights" for op in WEIGHTED}
     return OpTable(
         rms_norm=rows.rms_norm,
+        whole_norm=WholeNorm(rows.square_sums, rows.norm_by_sums),
         rope=rows.rope,
         angles=rows.angles,
         act_mul=rows.act_mul,
@@ -275,6 +277,7 @@ def _triton_ops(
             sample,
             stack,
             tuned,
+            whole_norm,
         )
         from weft.kernels.triton.device import fast_sums
         from weft.kernels.triton.launch import interpreted
@@ -296,6 +299,7 @@ def _triton_ops(
         stored[op] += ", fast sums" * ("fp8" in weights.get(op, ""))
     return OpTable(
         rms_norm=norm.rms_norm,
+        whole_norm=WholeNorm(whole_norm.square_sums, whole_norm.norm_by_sums),
         rope=rope.rope,
         angles=rope.angles,
         act_mul=activation.act_mul,

@@ -38,6 +38,37 @@ def rms_norm(
     return y.to(x.dtype)
 
 
+def square_sums(x: Tensor, first: int) -> Tensor:
+    """Return the sums [T, 2] float32 of squares of the first heads of x [T, H, D], and of others.
+
+    Of a norm over all heads of Q, and one over those of K, of which a rank has some; their sums
+    over ranks are for ``norm_by_sums``.
+    """
+    squares = x.float().pow(2)
+    return torch.stack([part.sum((1, 2)) for part in (squares[:, :first], squares[:, first:])], 1)
+
+
+def norm_by_sums(
+    x: Tensor, first: int, sums: Tensor, weight: Tensor, eps: float, plus_one: bool, ranks: int
+) -> Tensor:
+    """Normalise the first heads of x [T, H, D] together, and the others, by their sums over ranks.
+
+    Args:
+        sums: [T, 2] float32, see ``square_sums``.
+        weight: [H * D].
+        ranks: that the sums are of, with as many numbers each.
+    """
+    heads, size = x.shape[1:]
+    counts = (first, heads - first)
+    scales = [
+        torch.rsqrt(sums[:, i] / (count * size * ranks) + eps).unsqueeze(1).expand(-1, count)
+        for i, count in enumerate(counts)
+    ]
+    factor = weight.float().view(heads, size)
+    y = x.float() * torch.cat(scales, 1).unsqueeze(2)
+    return (y * (1.0 + factor if plus_one else factor)).to(x.dtype)
+
+
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first 2R dimensions of every head, pairing dimension i with i + R.
 

@@ -14,9 +14,12 @@ MATRICES = (
 )
 
 
-def fusable(spec: ModelSpec, layer: LayerSpec, fused: Fused) -> bool:
-    """Whether the fused calls compute all parts of a layer."""
-    if layer.state is not None or spec.output_gate is not None:
+def fusable(spec: ModelSpec, layer: LayerSpec, fused: Fused, ranks: int = 1) -> bool:
+    """Whether the fused calls compute all parts of a layer.
+
+    Norms over the heads of all ranks have a sum over ranks in the middle.
+    """
+    if layer.state is not None or (ranks > 1 and spec.qk_norm_whole):
         return False
     beside_mlp = layer.moe and spec.moe is not None and spec.moe.beside_mlp
     plain = layer.kv_source is None and not (layer.value_is_key or beside_mlp)
@@ -36,7 +39,7 @@ def describe_layers(spec: ModelSpec, ops: OpTable, ranks: int = 1) -> str:
     """
     if ops.fused is None:
         return "op by op"
-    fused = sum(fusable(spec, layer, ops.fused) for layer in spec.layers)
+    fused = sum(fusable(spec, layer, ops.fused, ranks) for layer in spec.layers)
     if not fused:
         return "op by op"
     if ranks > 1:
@@ -52,7 +55,7 @@ def fuse(
     spec: ModelSpec, layer: LayerSpec, weights: LayerWeights, ops: OpTable
 ) -> FusedLayer | None:
     """Bind a layer's weights, as ``ops`` packed them; None if it runs op by op."""
-    if ops.fused is None or not fusable(spec, layer, ops.fused):
+    if ops.fused is None or not fusable(spec, layer, ops.fused, ops.ranks.size):
         return None
     if isinstance(weights.expert_down, HostedExperts) and not ops.fused.hosted:
         return None

@@ -174,6 +174,10 @@ def _qk_norm(spec: ModelSpec, weights: LayerWeights, qk: Array, ops: OpTable) ->
         return qk
     if not spec.qk_norm_whole:
         return _norm(spec, qk, weights.qk_norm, ops)
+    if ops.ranks.size > 1:
+        sums = ops.ranks.sum(ops.whole_norm.sums(qk, spec.num_heads))  # [T, 2]
+        kind = spec.norm_eps, spec.norm_plus_one, ops.ranks.size
+        return ops.whole_norm.by_sums(qk, spec.num_heads, sums, weights.qk_norm, *kind)
     tokens, heads, size = qk.shape
     rows, middle = qk.reshape(tokens, heads * size), spec.num_heads * size
     parts = [

@@ -60,8 +60,6 @@ def _problem(spec: ModelSpec, size: int) -> str | None:
         return None
     if spec.num_heads % size:
         return f"it has {spec.num_heads} heads"
-    if spec.qk_norm_whole:
-        return "a norm spans all of its heads"
     if spec.vocab_size < size:
         return f"it has {spec.vocab_size} tokens"
     if spec.moe is not None and spec.moe.intermediate_size % size:
@@ -112,7 +110,8 @@ def _kept(parameter: Parameter, spec: ModelSpec, shard: Shard) -> tuple[int, lis
             return 0, [shard_range(shape[0], shard)]
         case "qkv" | "qkv_bias" | "qk_norm":
             layer = spec.layers[int(prefix.removeprefix("layers."))]
-            unit = 1 if name == "qk_norm" else layer.head_dim
+            each = name == "qk_norm" and not spec.qk_norm_whole  # has a row of its own
+            unit = 1 if each else layer.head_dim
             return 0, _heads(spec.num_heads, layer.num_kv_heads, shape[0], unit, shard)
         case "output_gate" | "sinks":
             unit, heads = shape[0] // spec.num_heads, shard_range(spec.num_heads, shard)

@@ -29,6 +29,20 @@ void normalise(nb::tuple x, std::optional<nb::tuple> weight, bool plus_one, doub
                   centred, reinterpret_cast<char*>(out));
 }
 
+void square_sums(nb::tuple x, int64_t first, uintptr_t sums) {
+  const weft::Tensor heads = tensor_of("x", x);
+  const nb::gil_scoped_release released;
+  weft::square_sums(heads, first, reinterpret_cast<float*>(sums));
+}
+
+void normalise_by(nb::tuple x, int64_t first, uintptr_t sums, nb::tuple weight, bool plus_one,
+                  double epsilon, int64_t ranks, uintptr_t out) {
+  const weft::Tensor heads = tensor_of("x", x), numbers = tensor_of("weight", weight);
+  const nb::gil_scoped_release released;
+  weft::normalise_by(heads, first, reinterpret_cast<const float*>(sums), numbers, plus_one,
+                     static_cast<float>(epsilon), ranks, reinterpret_cast<char*>(out));
+}
+
 void rotate(nb::tuple x, uintptr_t cos, uintptr_t sin, int64_t half, uintptr_t out) {
   const weft::Tensor heads = tensor_of("x", x);
   const nb::gil_scoped_release released;
@@ -80,6 +94,10 @@ void bind_ops(nb::module_& m) {
   m.def("angles", &angles);
   m.def("normalise", &normalise, nb::arg("x"), nb::arg("weight").none(), nb::arg("plus_one"),
         nb::arg("epsilon"), nb::arg("centred"), nb::arg("out"));
+  m.def("square_sums", &square_sums, nb::arg("x"), nb::arg("first"), nb::arg("sums"));
+  m.def("normalise_by", &normalise_by, nb::arg("x"), nb::arg("first"), nb::arg("sums"),
+        nb::arg("weight"), nb::arg("plus_one"), nb::arg("epsilon"), nb::arg("ranks"),
+        nb::arg("out"));
   m.def("rotate", &rotate, nb::arg("x"), nb::arg("cos"), nb::arg("sin"), nb::arg("half"),
         nb::arg("out"));
   m.def("act_mul", &act_mul, nb::arg("gate_up"), nb::arg("activation"), nb::arg("out"));

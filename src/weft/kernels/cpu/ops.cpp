@@ -24,6 +24,15 @@ void each_row(int64_t rows, int64_t numbers, const auto& body) {
   for (int64_t row = 0; row < rows; ++row) body(row);
 }
 
+// What a norm multiplies with.
+std::vector<float> factors_of(const Tensor& weight, bool plus_one) {
+  std::vector<float> factors(weight.shape[0]);
+  for (int64_t i = 0; i < weight.shape[0]; ++i) {
+    factors[i] = number_at(weight.data, weight.type, i) + (plus_one ? 1.0f : 0.0f);
+  }
+  return factors;
+}
+
 const char* head_at(const Tensor& x, int64_t token, int64_t head) {
   return x.as<char>() + (token * x.stride[0] + head * x.stride[1]) * size_of(x.type);
 }
@@ -60,18 +69,41 @@ void normalise(const Tensor& x, const Tensor* weight, bool plus_one, float epsil
   const PanelKernels& kernels = *chosen_isa().panel;
   const int64_t tokens = x.shape[0], heads = x.shape[1], size = x.shape[2];
   std::vector<float> weights;
-  if (weight != nullptr) {
-    weights.resize(weight->shape[0]);
-    for (int64_t i = 0; i < weight->shape[0]; ++i) {
-      weights[i] = number_at(weight->data, weight->type, i) + (plus_one ? 1.0f : 0.0f);
-    }
-  }
+  if (weight != nullptr) weights = factors_of(*weight, plus_one);
   const bool each_head = static_cast<int64_t>(weights.size()) > size;
   each_row(tokens, heads * size, [&](int64_t token) {
     for (int64_t head = 0; head < heads; ++head) {
       const float* w = weight == nullptr ? nullptr : weights.data() + (each_head ? head * size : 0);
       kernels.norm(x.type, {w, epsilon, centred}, head_at(x, token, head), nullptr,
                    out + (token * heads + head) * size * size_of(x.type), size);
+    }
+  });
+}
+
+void square_sums(const Tensor& x, int64_t first, float* sums) {
+  const PanelKernels& kernels = *chosen_isa().panel;
+  const int64_t tokens = x.shape[0], heads = x.shape[1], size = x.shape[2];
+  each_row(tokens, heads * size, [&](int64_t token) {
+    const char* row = head_at(x, token, 0);
+    sums[2 * token] = kernels.squares(x.type, row, first * size);
+    row += first * size * size_of(x.type);
+    sums[2 * token + 1] = kernels.squares(x.type, row, (heads - first) * size);
+  });
+}
+
+void normalise_by(const Tensor& x, int64_t first, const float* sums, const Tensor& weight,
+                  bool plus_one, float epsilon, int64_t ranks, char* out) {
+  const PanelKernels& kernels = *chosen_isa().panel;
+  const int64_t tokens = x.shape[0], heads = x.shape[1], size = x.shape[2];
+  const std::vector<float> weights = factors_of(weight, plus_one);
+  const int64_t begins[] = {0, first, heads};
+  each_row(tokens, heads * size, [&](int64_t token) {
+    for (int64_t part = 0; part < 2; ++part) {
+      const int64_t begin = begins[part] * size, count = begins[part + 1] * size - begin;
+      const float mean = sums[2 * token + part] / static_cast<float>(count * ranks);
+      kernels.weigh(x.type, 1.0f / std::sqrt(mean + epsilon), weights.data() + begin,
+                    head_at(x, token, 0) + begin * size_of(x.type),
+                    out + (token * heads * size + begin) * size_of(x.type), count);
     }
   });
 }

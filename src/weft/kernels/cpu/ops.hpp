@@ -30,6 +30,14 @@ void compute_angles(const int64_t* positions, int64_t tokens, const Rope& rope, 
 void normalise(const Tensor& x, const Tensor* weight, bool plus_one, float epsilon, bool centred,
                char* out);
 
+// The sums [tokens, 2] of the squares of the first heads of x [tokens, heads, size] and of the
+// others. Heads of a token lie one behind the other.
+void square_sums(const Tensor& x, int64_t first, float* sums);
+// Normalises the first heads of such x, and the others, by `sums` over so many ranks with as many
+// heads each. The weight has heads * size numbers.
+void normalise_by(const Tensor& x, int64_t first, const float* sums, const Tensor& weight,
+                  bool plus_one, float epsilon, int64_t ranks, char* out);
+
 // Rotates the first 2 * half dimensions of x [tokens, heads, size].
 void rotate(const Tensor& x, const float* cos, const float* sin, int64_t half, char* out);
 

@@ -355,34 +355,51 @@ inline vec shift_of(float mean, int64_t left) {
 }
 
 template <DType type>
-float inverse_rms(const char* x, int64_t count, float epsilon, float mean) {
+float squares_as(const char* x, int64_t count, float mean = 0.0f) {
   constexpr int64_t size = type == DType::f32 ? 4 : 2;
   vec squares{};
   for (int64_t i = 0; i < count; i += W) {
     const vec v = read<type>(x + i * size, count - i) - shift_of(mean, count - i);
     squares += v * v;
   }
-  return 1.0f / __builtin_sqrtf(sum_of(squares) / static_cast<float>(count) + epsilon);
+  return sum_of(squares);
 }
 
-inline vec weigh(vec x, float scale, const float* weight, int64_t left) {
+float squares(DType type, const char* x, int64_t count) {
+  return type == DType::f32 ? squares_as<DType::f32>(x, count) : squares_as<DType::bf16>(x, count);
+}
+
+inline vec weighed(vec x, float scale, const float* weight, int64_t left) {
   x *= scale;
   if (weight == nullptr) return x;
   return x * read<DType::f32>(reinterpret_cast<const char*>(weight), left);
 }
 
 template <DType type>
-void norm_as(const Norm& norm, const char* x, const char* residual, char* out, int64_t count) {
+void weigh_as(float scale, const float* weights, const char* x, const char* residual, char* out,
+              int64_t count, float mean = 0.0f) {
   constexpr int64_t size = type == DType::f32 ? 4 : 2;
-  const float mean = norm.centred ? mean_of<type>(x, count) : 0.0f;
-  const float scale = inverse_rms<type>(x, count, norm.epsilon, mean);
   for (int64_t i = 0; i < count; i += W) {
     const int64_t left = count - i;
-    const float* weight = norm.weight == nullptr ? nullptr : norm.weight + i;
-    vec y = weigh(read<type>(x + i * size, left) - mean, scale, weight, left);
+    const float* weight = weights == nullptr ? nullptr : weights + i;
+    vec y = weighed(read<type>(x + i * size, left) - mean, scale, weight, left);
     if (residual != nullptr) y = rounded<type>(y) + read<type>(residual + i * size, left);
     write<type>(out + i * size, y, left);
   }
+}
+
+void weigh(DType type, float scale, const float* weights, const char* x, char* out,
+           int64_t count) {
+  if (type == DType::f32) return weigh_as<DType::f32>(scale, weights, x, nullptr, out, count);
+  weigh_as<DType::bf16>(scale, weights, x, nullptr, out, count);
+}
+
+template <DType type>
+void norm_as(const Norm& norm, const char* x, const char* residual, char* out, int64_t count) {
+  const float mean = norm.centred ? mean_of<type>(x, count) : 0.0f;
+  const float squares = squares_as<type>(x, count, mean) / static_cast<float>(count);
+  const float scale = 1.0f / __builtin_sqrtf(squares + norm.epsilon);
+  weigh_as<type>(scale, norm.weight, x, residual, out, count, mean);
 }
 
 void norm(DType type, const Norm& norm, const char* x, const char* residual, char* out,
@@ -460,7 +477,7 @@ void combine(DType type, const Share* shares, int64_t rows, char* out, int64_t c
 extern const PanelKernels WEFT_NAME(panel_kernels_, WEFT_ISA);
 const PanelKernels WEFT_NAME(panel_kernels_, WEFT_ISA) = {
     WEFT_TEXT(WEFT_ISA), {multiply<Format::f32>, multiply<Format::bf16>},
-    finish, finish_gated, gate, norm, rotate, scale, combine,
+    finish, finish_gated, gate, norm, squares, weigh, rotate, scale, combine,
 };
 
 }  // namespace weft

@@ -89,6 +89,10 @@ struct PanelKernels {
                int64_t count);
   // With a residual the result is added to it, once rounded to the type.
   void (*norm)(DType, const Norm&, const char* x, const char* residual, char* out, int64_t count);
+  // The sum of the squares of a row.
+  float (*squares)(DType, const char* x, int64_t count);
+  // out = x * factor * weight.
+  void (*weigh)(DType, float factor, const float* weight, const char* x, char* out, int64_t count);
   // In place: normalise one head (without a norm: not), then rotate its first 2 * half dimensions.
   void (*rotate)(DType, const Norm* norm, const float* cos, const float* sin, int64_t half,
                  char* head, int64_t count);

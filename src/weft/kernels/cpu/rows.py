@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from weft.kernels.arrays import Array, address, contiguous, dense_rows, dtype_name, empty, view
+from weft.kernels.arrays import (
+    Array,
+    address,
+    contiguous,
+    dense_rows,
+    dtype_name,
+    empty,
+    strides,
+    view,
+)
 from weft.kernels.cpu import _native
 
 ACTIVATIONS = {
@@ -44,6 +53,49 @@ def rms_norm(
     weights = None if weight is None else view("weight", contiguous(weight).reshape(-1))
     _native.normalise(view("x", heads), weights, plus_one, eps, centred, address(out))
     return out
+
+
+def square_sums(x: Array, first: int) -> Array:
+    """Sums [T, 2] float32 of squares of heads x [T, H, D]; see ``reference.square_sums``.
+
+    Raises:
+        ValueError: there are fewer heads.
+    """
+    x = _whole_rows(x, first)
+    sums = empty(x, (len(x), 2), "float32")
+    _native.square_sums(view("x", x), first, address(sums))
+    return sums
+
+
+def norm_by_sums(
+    x: Array, first: int, sums: Array, weight: Array, eps: float, plus_one: bool, ranks: int
+) -> Array:
+    """Norms over several heads of x [T, H, D]; see ``reference.norm_by_sums``.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    x, sums = _whole_rows(x, first), contiguous(sums)
+    fits = tuple(weight.shape) == (x.shape[1] * x.shape[2],) and tuple(sums.shape) == (len(x), 2)
+    if not fits or dtype_name(sums.dtype) != "float32":
+        raise ValueError(
+            f"weight {list(weight.shape)} and sums {list(sums.shape)} of {sums.dtype} do not fit "
+            f"{list(x.shape)}"
+        )
+    out = empty(x, x.shape)
+    weights = view("weight", contiguous(weight))
+    _native.normalise_by(
+        view("x", x), first, address(sums), weights, plus_one, eps, ranks, address(out)
+    )
+    return out
+
+
+def _whole_rows(x: Array, first: int) -> Array:
+    """Heads [T, H, D] of which those of a token lie one behind the other."""
+    if x.ndim != 3 or not 0 <= first <= x.shape[1]:
+        raise ValueError(f"the first {first} heads of {list(x.shape)} cannot be normalised")
+    dense = strides(x)[1:] == (x.shape[2], 1)
+    return x if dense else contiguous(x)
 
 
 def rope(x: Array, cos: Array, sin: Array) -> Array:
