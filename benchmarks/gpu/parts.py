@@ -110,7 +110,7 @@ PARTS = (
     part("facts", 25, "facts.py", "--device cpu"),
     part("build", 150, f"build.py {BUILD}", beside=True),
     part("warm", 50, "warm.py", "--device cpu"),
-    part("smoke", 30, "smoke.py", "--device cpu", needs="build"),
+    part("smoke", 45, "smoke.py", "--device cpu", needs="build"),
     part(
         "decode", 120, f"decode.py --model qwen2.5-7b --seconds 100 {TRACES}",
         f"{TINY} --output 6 {TRACES} --every-trace", needs="build",

@@ -17,6 +17,7 @@ from shapes import random_decoder, shape
 
 from weft.exec.device import CudaDevice, Device, HostDevice
 from weft.kernels import reference
+from weft.kernels.float8 import rounded_inputs
 from weft.kernels.interface import AttentionMetadata
 from weft.kernels.kv_storage import KV_DTYPES, row_size, write_rows
 from weft.kernels.ops import select_ops
@@ -24,12 +25,15 @@ from weft.kernels.reference_sampling import sample as reference_sample
 from weft.kernels.triton.attention import paged_attention
 from weft.kernels.triton.fp8 import round_rows
 from weft.kernels.triton.matrix import linear
+from weft.kernels.triton.moe import moe
 from weft.kernels.triton.sample import sample
 from weft.kernels.triton.tuned import find_tuning, random_matrix
 from weft.kernels.triton.tuned_attention import Rows
 from weft.kernels.tuning import LaunchShape
 
-CODED = ("int4/128 in", "int8/64 in", "e2m1/32 in")  # codes, inputs of a scale, activations
+# Codes, inputs of a scale, and how activations are multiplied: as they are, or rounded in groups.
+CODED = ("int4/128 in", "int8/64 in", "e2m1/32 in", "e4m3/128 to")
+EXPERTS = ("", "int4/64 in ", "e2m1/32 in ")  # of mixtures: floats and codes
 CLOSE = 0.02  # of the largest number of a result: bfloat16 keeps 8 bits, FP8 products sum in 14
 BLOCK = 16
 SETTINGS = [(0.0, 0.0, 1.0, 0.0), (0.8, 50.0, 0.9, 0.0), (1.0, 0.0, 0.95, 0.02)]
@@ -67,8 +71,31 @@ def check_codes(device: torch.device, *, tiny: bool) -> None:
         matrix = random_matrix(shape, device, tuning)
         for rows in (1, 33, 300):
             given = torch.randn(rows, inputs, device=device, dtype=torch.bfloat16)
-            wanted = given.float() @ matrix.dequantize().t()
+            group = matrix.form.group if matrix.form.rounds else None
+            seen = rounded_inputs(given, "group" if group else "float", group)
+            wanted = seen @ matrix.dequantize().t()
             apart(f"{kind.split()[0]} product, {rows} rows", linear(given, matrix, None), wanted)
+
+
+def check_experts(device: torch.device, *, tiny: bool) -> None:
+    """Mixtures of experts, some of which no token has chosen."""
+    count, inner, hidden = (6, 32, 64) if tiny else (32, 768, 2048)
+    tuning = find_tuning("auto", device)
+    for kind in EXPERTS:
+        gate_up, down = (
+            random_matrix(LaunchShape(op, f"{kind}bfloat16", (count, *sizes)), device, tuning)
+            for op, sizes in (
+                ("moe_gate_up", (2 * inner, hidden)),
+                ("moe_down", (hidden, inner)),
+            )
+        )
+        for rows in (1, 40):
+            x = torch.randn(rows, hidden, device=device, dtype=torch.bfloat16)
+            shares, experts = torch.rand(rows, count - 2, device=device).topk(2)
+            numbers = (each.dequantize() for each in (gate_up, down))
+            wanted = reference.moe(x.float(), shares, experts, *numbers, "silu")
+            found = moe(x, shares, experts, gate_up, down, "silu")
+            apart(f"experts in {kind.split('/')[0] or 'bf16'}, {rows} rows", found, wanted)
 
 
 def check_attention(device: torch.device, *, tiny: bool) -> None:
@@ -153,6 +180,7 @@ def check_steps(device: torch.device, *, tiny: bool) -> None:
 CHECKS: tuple[Callable[..., None], ...] = (
     check_products,
     check_codes,
+    check_experts,
     check_attention,
     check_sampling,
     check_steps,

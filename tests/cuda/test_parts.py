@@ -87,6 +87,8 @@ def figures_of(told: str) -> dict[str, float | str]:
 FOUND = {
     "smoke": [
         "FP8 product, 300 rows: error",
+        "e4m3/128 product, 33 rows: error",
+        *(f"experts in {kind}, 40 rows: error" for kind in ("bf16", "int4", "e2m1")),
         *(f"attention, {kv} KV, 40 new tokens a row: error" for kv in ("bf16", "fp8", "int8")),
     ],
     "warm": ["tiny none, 4 rows of 4 tokens: first step"],

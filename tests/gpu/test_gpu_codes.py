@@ -13,7 +13,14 @@ import transformers
 from checkpoints import CASES, prompt, randomise, save
 from served import Truth, opened, serve, told
 from test_models_blocks import FINE, MX, compressed, fine, mx_experts, refereed, restacked
-from test_models_quant import FORMATS, drawn, formula, rewritten
+from test_models_quant import (
+    FORMATS,
+    compressed_config,
+    drawn,
+    formula,
+    packed,
+    rewritten,
+)
 from torch import Tensor
 
 from depth import deep_on_cpu
@@ -65,8 +72,20 @@ def mx_dense(original: Path, folder: Path) -> None:
     rewritten(original, folder, config, partial(refereed, config))
 
 
+def with_zero_points(original: Path, folder: Path) -> None:
+    """As compressed-tensors writes int4."""
+
+    def store(module: str, weight: Tensor):
+        values, zeros, scales = drawn(*weight.shape, 4, 64)
+        scales = (scales * (weight.std() / formula(values, zeros, scales, 64).std())).half()
+        return packed(module, values, zeros, scales, 4), weight
+
+    rewritten(original, folder, compressed_config("pack-quantized", 4, 64, symmetric=False), store)
+
+
 STORED: dict[str, tuple[str, Any]] = {
     "awq": ("qwen3-full", partial(integers, name="awq-64")),
+    "compressed-tensors int4": ("qwen3-full", with_zero_points),
     "gptq of experts": ("qwen3-moe", partial(integers, name="gptq-int8")),
     "fp8 in blocks": ("qwen3-full", lambda source, to: rewritten(source, to, FINE, fine)),
     "mxfp4": ("qwen3-full", mx_dense),
