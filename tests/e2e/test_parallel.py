@@ -36,7 +36,9 @@ from weft.engine.info import collect_info, format_info
 from weft.engine.rank_follower import Follower
 from weft.engine.rank_leader import Followers, ParallelExecutor
 from weft.engine.rank_meeting import Ways
+from weft.kernels import ops
 from weft.kernels.collectives import ALONE, ONE_STAGE
+from weft.kernels.cpu import matrix
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +208,29 @@ def test_a_rank_that_is_killed_before_all_have_met_is_noticed_at_once(
     assert death.value.message == f"Rank {victim} ended while it was starting (signal SIGKILL)."
     assert noticed_s < 5  # some 0.1 s on an idle machine; without a look at ranks 300
     assert ranks() == before
+
+
+def test_a_rank_that_ends_while_rank_0_loads_is_noticed_before_all_is_loaded(tmp_path, monkeypatch):
+    python, note = tmp_path / "python", tmp_path / "note"
+    where = {"victim": 1, "module": "engine.build", "function": "meet", "when": "after"}
+    python.write_text(KILLED_RANK.format(python=sys.executable, note=note, **where))
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    packed: list[str] = []
+
+    def slow(parameter: str, tensor: object) -> object:
+        packed.append(parameter)
+        time.sleep(0.2)
+        return matrix.pack(parameter, tensor)
+
+    select = ops.select_ops
+    monkeypatch.setattr(
+        "weft.engine.model.select_ops", lambda *given: replace(select(*given), pack=slow)
+    )
+    with pytest.raises(EngineDeadError, match=r"^Rank 1 ended while it was starting \(signal SIG"):
+        LLM.in_process(**SMALL, tensor_parallel=2, packed_cache="off")
+    assert time.monotonic() - float(note.read_text()) < 5
+    assert len(packed) < 25  # of some 50
 
 
 def test_a_failure_at_the_start_is_that_of_the_rank_that_ended():

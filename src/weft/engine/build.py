@@ -347,7 +347,7 @@ def _kept_weights(
 
 def _among(model: Model, ways: Ways) -> Model:
     """The model as one of several ranks computes it."""
-    return replace(model, ops=replace(model.ops, ranks=ways.ranks, link=ways.link))
+    return replace(model, ops=ways.among(model.ops))
 
 
 def _executor(

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import NoReturn
 
 from weft.core import errors
@@ -62,7 +63,7 @@ class Followers:
                     channel.send(Task(asdict(config), resolved, rank, folder))
             ways = meet_watching(config, folder, device, self.explain)
         threading.Thread(target=self._watch, args=(ways,), daemon=True).start()
-        return ways
+        return replace(ways, check=partial(self.explain, 0.0))
 
     def _start(self, rank: int) -> None:
         ours, theirs = socket.socketpair()

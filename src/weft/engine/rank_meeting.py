@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from weft.core.config import EngineConfig
 from weft.core.errors import EngineDeadError, KernelError
 from weft.kernels.collectives import ALONE, ONE_STAGE, Collectives, Link
+from weft.kernels.interface import OpTable
 from weft.kernels.unavailable import KernelUnavailable
 
 DEATH_S = 1.0  # in which a rank that has ended is found after a collective has failed
@@ -20,11 +22,29 @@ CHECK_S = 0.05  # between looks at whether all that are to meet still run
 
 @dataclass(frozen=True)
 class Ways:
-    """How a rank reaches the others: those of its stage, and the next stage."""
+    """How a rank reaches the others: those of its stage, and the next stage.
+
+    Attributes:
+        check: raises the error of a rank that has ended; of rank 0 alone.
+    """
 
     ranks: Collectives
     link: Link
     abort: Callable[[], None]
+    check: Callable[[], None] = lambda: None
+
+    def among(self, ops: OpTable) -> OpTable:
+        """The ops of a model that is cut so. Loading a weight looks whether ranks have ended."""
+
+        def pack(*given: Any) -> Any:
+            self.check()
+            return ops.pack(*given)
+
+        def quantise(*given: Any) -> Any:
+            self.check()
+            return ops.quantise(*given)
+
+        return replace(ops, ranks=self.ranks, link=self.link, pack=pack, quantise=quantise)
 
 
 def meet(rank: int, config: EngineConfig, meeting_point: str, device: str) -> Ways:
