@@ -157,6 +157,7 @@ def test_stages_run_captured_steps(width, tmp_path, monkeypatch) -> None:
         last = pipe.stage == pipe.stages - 1
         assert executor.captured > 10
         assert bool(executor._steps.sample_graphs) == last
+        assert bool(executor._rows.state.counts.numel()) == last
         return run(executor, recorder.plans if last else earlier)
 
     found = on_stages(2, width, tmp_path, work)
@@ -192,7 +193,7 @@ def test_no_stage_waits_for_room_to_pack_a_step(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("stages", [2, 3])
-def test_only_the_last_stage_has_room_for_logits(stages) -> None:
+def test_only_the_last_stage_has_room_for_what_tokens_are_chosen_from(stages) -> None:
     config = EngineConfig(**SETTINGS | {"steps_in_flight": None, "pipeline_parallel": stages})
     model = find_model(config)
     sizes = StepSizes(64, 8, 8, [32], depth=stages)
@@ -204,7 +205,7 @@ def test_only_the_last_stage_has_room_for_logits(stages) -> None:
             8, MOST_EDITS, small.vocab_size
         )
         logits = 2 * 2 * 4 * 100 * SCORED_TOKENS_AT_ONCE  # of captured steps and of others
-        assert given - less == states + logits * part.stage.ends
+        assert given - less == (states + logits) * part.stage.ends
 
 
 def enumerated(layers: tuple[range, ...]) -> list[tuple[int, int, range]]:

@@ -93,8 +93,9 @@ class GraphExecutor:
         self._table = table
         self._device = device
         self._most_samples = padded_size(min(steps.max_samples, max_tokens), sizes)
-        if not decoder.spec.stage.ends:
-            self._most_samples = 0  # of which only the last stage has the logits
+        vocabulary = decoder.spec.vocab_size
+        if not decoder.spec.stage.ends:  # only the last stage has logits, and chooses
+            self._most_samples = vocabulary = 0
         windows = [group.window for group in decoder.spec.kv_groups]
         attends = tier is not None and tier.attention is not None
         lanes, pairs = None, None
@@ -108,7 +109,7 @@ class GraphExecutor:
         self._packer = StepPacker(
             table, store.block_size, windows, device, max_tokens, sizes, lanes, pairs, steps.buffers
         )
-        self._rows = DeviceRows(table, decoder.spec.vocab_size, device)
+        self._rows = DeviceRows(table, vocabulary, device)
         self._masks = MaskedRows(table, self._rows.state.masks, device)
         self._functions = StepFunctions(
             decoder, store, self._packer, device, self._rows.state, steps.halves

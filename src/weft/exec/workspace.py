@@ -92,7 +92,8 @@ def workspace_bytes(
         static += (sizes.rows + 1) * SAMPLED_BYTES + 5 * 8 * sizes.lanes
     if sizes.overlaps:
         static += _exchange_bytes(spec, element, sizes.rows, 0) + 8 * (1 + 2 * spec.num_layers)
-    static += state_bytes(sizes.rows, MOST_EDITS, spec.vocab_size) + SEAT_BYTES
+    chosen_from = spec.vocab_size if spec.stage.ends else 0
+    static += state_bytes(sizes.rows, MOST_EDITS, chosen_from) + SEAT_BYTES
     static += 3 * ONE_EXCHANGE_BYTES * (ranks > 1)  # of sums by peer memory: two slots, flags
     scratch = CUBLAS_BYTES + _list_bytes(spec, sizes.rows)
     scratch += max(
