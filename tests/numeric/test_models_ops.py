@@ -14,7 +14,7 @@ def test_describe_names_every_op() -> None:
     ops = select_ops("cpu", "float32", "reference")
     assert ops.describe()["paged_attention"] == "reference"
     others = {"names", "batch_invariant", "fused", "ranks", "tuning", "lanes", "link"}
-    others |= {"pack", "quantise", "computes", "packed", "isa", "await_answer"}
+    others |= {"pack", "quantise", "computes", "packed", "isa", "await_answer", "whole_norm"}
     assert set(ops.describe()) == set(vars(ops)) - others
 
 
