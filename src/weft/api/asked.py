@@ -54,5 +54,5 @@ class Asked:
     stream: Callable[[], Streamed] | None = None
 
     def parts(self) -> Iterator[Job]:
-        """The job in pieces that are run one after the other; only embeddings have several."""
-        return waves(self.job) if self.job.endpoint == "embedding" else iter((self.job,))
+        """The job in pieces that are run one after the other; of texts there is one."""
+        return waves(self.job) if self.job.pooled else iter((self.job,))

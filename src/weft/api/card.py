@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft import __version__
+from weft.core.pooling import TEXT_MODEL, Pooling
 from weft.core.served import ServedModel
 from weft.core.types import DEFAULT_CLASSES, ServiceClass
 
@@ -46,6 +47,7 @@ class ModelCard:
         base_seed: makes the seeds of requests without one repeatable.
         hidden_size: numbers of an embedding.
         classes: the class table.
+        pooling: what the model can be asked for.
     """
 
     served_names: tuple[str, ...]
@@ -59,6 +61,7 @@ class ModelCard:
     hidden_size: int = 0
     classes: tuple[ServiceClass, ...] = DEFAULT_CLASSES
     weights: WeightFacts = WeightFacts()
+    pooling: Pooling = TEXT_MODEL
 
     @classmethod
     def of(
@@ -76,6 +79,7 @@ class ModelCard:
             base_seed=base_seed,
             hidden_size=served.hidden_size,
             classes=served.classes,
+            pooling=served.pooling,
             weights=WeightFacts(
                 served.family,
                 served.parameters,

@@ -11,6 +11,7 @@ from weft.api.jobs import Builder, Job, new_id, now
 from weft.api.rules import Notes
 from weft.api.sampling import (
     build_sampling,
+    check_generates,
     check_max_tokens,
     check_model,
     first_seed,
@@ -44,6 +45,7 @@ def completion_job(body: CompletionBody, builder: Builder, notes: Notes | None =
     notes = Notes() if notes is None else notes
     body = with_most_logprobs(body, notes)
     model = check_model(body.model, card)
+    check_generates(model, card)
     check_max_tokens(body.max_tokens, "max_tokens", 0)
     _, tier = builder.classes.choose(body.service_tier, body.priority)
     prompts = prompts_of(body.prompt, "prompt")

@@ -12,12 +12,14 @@ import orjson
 from msgspec import Meta, Raw, Struct
 
 from weft.api.bodies import KEPT_ELSEWHERE, Name, Prompts
+from weft.api.card import ModelCard
 from weft.api.choices import ended_badly
 from weft.api.completions import Prompt, check_ids, prompts_of
+from weft.api.errors import UnsuitableModelError, UnsupportedParameterError
 from weft.api.jobs import Builder, Job, new_id, now
 from weft.api.rules import NULL, Refused
 from weft.api.sampling import check_model, fit_context, truncated
-from weft.core.errors import InvariantError, ParameterError, PromptTooLongError
+from weft.core.errors import InvariantError, ParameterError
 from weft.core.plan import Update
 from weft.core.types import NEUTRAL, FinishReason, Request, SamplingParams
 
@@ -45,7 +47,8 @@ class EmbeddingBody(Struct, forbid_unknown_fields=True, kw_only=True):
     priority: int | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     truncation_side: Literal["left", "right"] | None = None
-    normalize: Annotated[Raw, Refused("vectors have length 1", (True,))] = NULL
+    normalize: bool | None = None
+    prompt_name: Name | None = None
     add_special_tokens: Annotated[Raw, Refused("they belong to the input", (True,))] = NULL
     metadata: Annotated[Raw, KEPT_ELSEWHERE] = NULL
     request_id: Annotated[Raw, KEPT_ELSEWHERE] = NULL
@@ -70,7 +73,10 @@ def embedding_job(body: EmbeddingBody, builder: Builder) -> Job:
         raise ParameterError(
             f"There are {len(inputs)} inputs; one request may have {MAX_INPUTS}.", param="input"
         )
-    _check_total(inputs, builder)
+    check_embeds(model, card)
+    _check_normalize(body, card)
+    inputs = _with_prompt(inputs, body.prompt_name, card)
+    builder.check_texts([text for text in inputs if isinstance(text, str)], "input")
     prompts = [_encode(text, body, builder) for text in inputs]
     sampling = SamplingParams(**NEUTRAL, max_tokens=1, seed=0)
     salt = (body.cache_salt or "").encode()
@@ -93,17 +99,15 @@ def waves(job: Job) -> Iterator[Job]:
         yield replace(job, requests=job.requests[start : start + WAVE])
 
 
-class EmbeddingCollector:
+class VectorCollector:
     """Gathers the vectors of a job until all are there.
 
     Attributes:
         left: inputs whose vectors are missing.
     """
 
-    def __init__(self, job: Job, body: EmbeddingBody) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
-        self._dimensions = body.dimensions
-        self._base64 = body.encoding_format == "base64"
         self._vectors: dict[int, bytes] = {}
         self.left = len(job.requests)
 
@@ -128,6 +132,20 @@ class EmbeddingCollector:
             self.left -= 1
         return []
 
+
+class EmbeddingCollector(VectorCollector):
+    """Gathers vectors for the answer of ``/v1/embeddings``.
+
+    Args:
+        unit: the model's vectors have length 1, and so have parts of them.
+    """
+
+    def __init__(self, job: Job, body: EmbeddingBody, unit: bool = True) -> None:
+        super().__init__(job)
+        self._dimensions = body.dimensions
+        self._base64 = body.encoding_format == "base64"
+        self._unit = unit or body.normalize is True
+
     def body(self) -> bytes:
         """The answer as JSON, once all inputs have ended."""
         job = self._job
@@ -141,29 +159,57 @@ class EmbeddingCollector:
         return orjson.dumps(whole, option=orjson.OPT_SERIALIZE_NUMPY)
 
     def _shown(self, request: Request) -> Any:
-        vector = shortened(self._vectors[request.id], self._dimensions)
+        vector = shortened(self._vectors[request.id], self._dimensions, unit=self._unit)
         return base64.b64encode(vector.tobytes()).decode() if self._base64 else vector
 
 
-def shortened(embedding: bytes, dimensions: int | None) -> NDArray[np.float32]:
-    """The first ``dimensions`` float32 numbers of a vector, scaled to length 1."""
+def shortened(
+    embedding: bytes, dimensions: int | None, *, unit: bool = True
+) -> NDArray[np.float32]:
+    """The first ``dimensions`` float32 numbers of a vector, scaled to length 1 if ``unit``.
+
+    So Matryoshka representations are cut (Kusupati et al. 2022).
+    """
     import numpy as np  # few servers are asked for embeddings
 
+    if not unit:
+        return np.frombuffer(embedding, dtype="<f4")[:dimensions]
     vector = np.frombuffer(embedding, dtype="<f4")[:dimensions].astype(np.float64)
     return (vector / (np.linalg.norm(vector) or 1.0)).astype("<f4")
 
 
-def _check_total(inputs: Seq[Prompt], builder: Builder) -> None:
-    """Refuse inputs that are too long, each for itself or all together, before tokenising."""
-    sizes = [len(text.encode()) for text in inputs if isinstance(text, str)]
-    for size in sizes:
-        builder.check_size(size, "input")
-    limit = builder.limits.max_prompt_bytes
-    if sum(sizes) > limit:
-        raise PromptTooLongError(
-            f"The inputs have {sum(sizes)} bytes; this server takes {limit} at most.",
-            param="input",
+def check_embeds(model: str, card: ModelCard) -> None:
+    """Raise UnsuitableModelError if a model has no vectors."""
+    if not card.pooling.embeds:
+        raise UnsuitableModelError(
+            f"The model '{model}' scores pairs of texts and has no embeddings; ask /v1/rerank or "
+            "/v1/score."
         )
+
+
+def _check_normalize(body: EmbeddingBody, card: ModelCard) -> None:
+    if body.normalize is False and card.pooling.unit:
+        raise UnsupportedParameterError("normalize", " The vectors of this model have length 1.")
+
+
+def _with_prompt(inputs: list[Prompt], name: str | None, card: ModelCard) -> list[Prompt]:
+    """The inputs, texts with a prompt of the checkpoint before them: the named or default one.
+
+    Raises:
+        ParameterError: there is no such prompt, or inputs are token ids.
+    """
+    prompts = card.pooling.prompts
+    if name is not None and name not in prompts:
+        known = ", ".join(f"'{one}'" for one in prompts) or "none"
+        raise ParameterError(
+            f"This model has no prompt '{name[:200]}'; its prompts: {known}.", param="prompt_name"
+        )
+    if name is not None and not all(isinstance(text, str) for text in inputs):
+        raise ParameterError(
+            "A prompt goes before texts, not before token ids.", param="prompt_name"
+        )
+    before = prompts.get(card.pooling.default_prompt if name is None else name, "")
+    return [before + text if isinstance(text, str) and text else text for text in inputs]
 
 
 def _encode(text: Prompt, body: EmbeddingBody, builder: Builder) -> tuple[int, ...]:

@@ -52,6 +52,8 @@ from weft.api.response_body import ResponseBody, response_job
 from weft.api.response_items import read_items
 from weft.api.responses import Collector
 from weft.api.rules import NULL, Notes, is_neutral
+from weft.api.score_bodies import RerankBody, ScoreBody
+from weft.api.scores import ScoreCollector, ScoringJob, rerank_job, score_job
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 JSON_LINES = "application/x-ndjson"
@@ -106,7 +108,23 @@ def _chunked(
 def _embedding(data: bytes, builder: Builder, _: TokenTexts, notes: Notes) -> Asked:
     body = decode_body(EmbeddingBody, data, notes=notes)
     job = embedding_job(body, builder)
-    return Asked(job, lambda: EmbeddingCollector(job, body))
+    return Asked(job, lambda: EmbeddingCollector(job, body, builder.card.pooling.unit))
+
+
+def _scored(
+    path: str,
+    body: type[Body],
+    job_of: Callable[[Body, Builder, Notes], ScoringJob],
+    *,
+    in_batches: bool = False,
+) -> Endpoint:
+    """Bodies that ask for scores of pairs of texts."""
+
+    def read(data: bytes, builder: Builder, _: TokenTexts, notes: Notes) -> Asked:
+        scoring = job_of(decode_body(body, data, notes=notes), builder, notes)
+        return Asked(scoring.job, lambda: ScoreCollector(scoring))
+
+    return Endpoint(path, body, read, renders=False, in_batches=in_batches)
 
 
 def _message(data: bytes, builder: Builder, _: TokenTexts, notes: Notes) -> Asked:
@@ -143,12 +161,19 @@ class InvocationShape(Struct):
     messages: Raw = NULL
     prompt: Raw = NULL
     input: Raw = NULL
+    query: Raw = NULL
+    text_1: Raw = NULL
 
 
 def _invocation(data: bytes, builder: Builder, texts: TokenTexts, notes: Notes) -> Asked | AtOnce:
-    """The one path that hosting platforms know: chats, completions, embeddings."""
+    """The one path that hosting platforms know: chats, completions, embeddings, scores."""
     shape = decode_body(InvocationShape, data)
-    for part, read in ((shape.messages, _CHAT.read), (shape.prompt, _COMPLETION.read)):
+    for part, read in (
+        (shape.messages, _CHAT.read),
+        (shape.prompt, _COMPLETION.read),
+        (shape.query, _RERANK.read),
+        (shape.text_1, _SCORE.read),
+    ):
         if not is_neutral(bytes(part)):
             return read(data, builder, texts, notes)
     if not is_neutral(bytes(shape.input)):
@@ -194,11 +219,18 @@ def _ollama_vectors(
 
 _CHAT = _chunked("/v1/chat/completions", ChatBody, chat_job)
 _COMPLETION = _chunked("/v1/completions", CompletionBody, completion_job, renders=False)
+_RERANK = _scored("/v1/rerank", RerankBody, rerank_job, in_batches=True)
+_SCORE = _scored("/v1/score", ScoreBody, score_job, in_batches=True)
 
 _ROWS = (
     _CHAT,
     _COMPLETION,
     Endpoint("/v1/embeddings", EmbeddingBody, _embedding, renders=False, in_batches=True),
+    _RERANK,
+    _SCORE,
+    _scored("/rerank", RerankBody, rerank_job),
+    _scored("/v2/rerank", RerankBody, rerank_job),
+    _scored("/score", ScoreBody, score_job),
     Endpoint("/v1/responses", ResponseBody, _response, in_batches=True, stored=True),
     Endpoint("/v1/messages", MessageBody, _message, in_batches=True),
     Endpoint("/invocations", None, _invocation),

@@ -7,6 +7,7 @@ import itertools
 import secrets
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -23,7 +24,7 @@ from weft.text.renderer import Renderer
 
 MAX_OWN_TEMPLATES = 32  # of requests, that are kept compiled
 
-Endpoint = Literal["completion", "chat", "response", "message", "embedding"]
+Endpoint = Literal["completion", "chat", "response", "message", "embedding", "rerank", "score"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,11 @@ class Job:
     reading: Reading | None = None
     constrained_by: str | None = None
     custom_tools: frozenset[str] = frozenset()
+
+    @property
+    def pooled(self) -> bool:
+        """Whether vectors or scores are asked for instead of text."""
+        return self.endpoint in ("embedding", "rerank", "score")
 
     @property
     def prompt_tokens(self) -> int:
@@ -163,6 +169,31 @@ class Builder:
                 f"tokens this server takes {limit} at most.",
                 param=param,
             )
+
+    def check_texts(self, texts: Iterable[str], param: str, repeated: int = 0) -> int:
+        """Refuse texts that are too long, each for itself or all together, before tokenising.
+
+        Returns the bytes of all.
+
+        Args:
+            repeated: bytes that prompts have beside the texts.
+
+        Raises:
+            PromptTooLongError: see ``check_size``.
+        """
+        total = repeated
+        for text in texts:
+            size = len(text.encode())
+            self.check_size(size, param)
+            total += size
+        limit = self.limits.max_prompt_bytes
+        if total > limit:
+            raise PromptTooLongError(
+                f"The texts of '{param}' make {total} bytes of prompts; this server takes {limit} "
+                "at most.",
+                param=param,
+            )
+        return total
 
     def check_count(self, prompts: int, n: int) -> None:
         """Raise ParameterError if a request wants more sequences than one may."""

@@ -42,8 +42,8 @@ class OllamaEmbeddingsBody(Struct, forbid_unknown_fields=True, kw_only=True):
 class OllamaEmbedding(EmbeddingCollector):
     """Gathers vectors for the answer of ``/api/embed``."""
 
-    def __init__(self, job: Job, body: EmbeddingBody) -> None:
-        super().__init__(job, body)
+    def __init__(self, job: Job, body: EmbeddingBody, unit: bool = True) -> None:
+        super().__init__(job, body, unit)
         self._start_ns = time.monotonic_ns()
 
     def body(self) -> bytes:
@@ -91,7 +91,7 @@ def ollama_embed(body: OllamaEmbedBody, builder: Builder, notes: Notes) -> Ollam
     truncate = body.truncate is not False
     whole = _whole(model, texts, truncate=truncate, dimensions=body.dimensions)
     job = embedding_job(whole, builder)
-    return job, OllamaEmbedding(job, whole)
+    return job, OllamaEmbedding(job, whole, builder.card.pooling.unit)
 
 
 def ollama_embeddings(body: OllamaEmbeddingsBody, builder: Builder, notes: Notes) -> OllamaVectors:
@@ -105,7 +105,7 @@ def ollama_embeddings(body: OllamaEmbeddingsBody, builder: Builder, notes: Notes
         job = embedding_job(whole, builder)
     except WeftError as error:
         raise renamed(error, {"input": "prompt"}) from None
-    return job, OllamaOnlyEmbedding(job, whole)
+    return job, OllamaOnlyEmbedding(job, whole, builder.card.pooling.unit)
 
 
 def _whole(

@@ -23,6 +23,9 @@ PIECES = 64  # that the sample consists of
 LONGEST_READ = 4 * 2**20  # of a longer line only so much is read
 
 
+POOLED = ("/embeddings", "/rerank", "/score")  # urls of vectors and scores end so
+
+
 class PromptFields(Struct):
     """The fields of a body, of any endpoint, that say how much work it is."""
 
@@ -31,6 +34,10 @@ class PromptFields(Struct):
     prompt: Raw = Raw(b"")
     messages: Raw = Raw(b"")
     input: Raw = Raw(b"")
+    query: Raw = Raw(b"")
+    documents: Raw = Raw(b"")
+    text_1: Raw = Raw(b"")
+    text_2: Raw = Raw(b"")
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     max_output_tokens: int | None = None
@@ -40,7 +47,8 @@ class PromptFields(Struct):
     def text(self) -> bytes:
         """The JSON of what the model reads."""
         parts = (self.instructions, self.system, self.prompt, self.messages, self.input)
-        return b"".join(bytes(raw) for raw in parts)
+        pairs = (self.query, self.documents, self.text_1, self.text_2)
+        return b"".join(bytes(raw) for raw in (*parts, *pairs))
 
     @property
     def choices(self) -> int:
@@ -98,7 +106,7 @@ def demand_of(line: BatchLine) -> Demand:
     read = _ids(bytes(body.prompt))
     if read is None:
         read = -(-len(body.text) // BYTES_PER_TOKEN)
-    if line.url.endswith("/embeddings"):
+    if line.url.endswith(POOLED):
         return Demand(1, read)
     longest = body.longest(line.url)
     return Demand(1, read, (UNLIMITED_TOKENS if longest is None else longest) * body.choices)

@@ -18,6 +18,7 @@ from weft.api.asked import Asked, Whole
 from weft.api.endpoints import read_whole
 from weft.api.errors import DeadlineExceededError
 from weft.api.structured import check_grammar
+from weft.batch.demand import POOLED
 from weft.batch.order import Prompt
 from weft.batch.ports import BatchLine, LineAnswer, NobodyAnswersError, new_request_id
 from weft.batch.promotion import BATCH_CLASS
@@ -92,7 +93,7 @@ class EngineAsker:
 
         May be called on any thread. Raises WeftError if the engine refuses the line.
         """
-        if line.url.endswith("/embeddings"):
+        if line.url.endswith(POOLED):
             return None
         job = self.read(line).job
         tokens = [token for request in job.requests[:: job.n] for token in request.prompt]

@@ -5,20 +5,20 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from weft.batch.demand import BODIES, BYTES_PER_TOKEN, TOKEN_IDS, PromptFields
+from weft.batch.demand import BODIES, BYTES_PER_TOKEN, POOLED, TOKEN_IDS, PromptFields
 from weft.batch.order import Prompt
 from weft.batch.ports import BatchLine
 
 
 def guess_prompt(line: BatchLine) -> Prompt | None:
-    """The prompt of a line by its bytes; None for embeddings, which have no output to plan with.
+    """The prompt of a line by its bytes; None for vectors and scores, which have no output.
 
     Prompts that begin alike do so in their JSON, too, so prefixes are found; lengths are estimates.
 
     Raises:
         ParameterError: the body is not what its endpoint takes.
     """
-    if line.url.endswith("/embeddings"):
+    if line.url.endswith(POOLED):
         return None
     try:
         body = BODIES.decode(line.body)

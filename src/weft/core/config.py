@@ -22,6 +22,7 @@ from weft.core.config_rules import (
 from weft.core.errors import ConfigError, suggest
 from weft.core.kv_types import KV_TYPES, describe_kv_types
 from weft.core.logs import FORMATS, LEVELS
+from weft.core.pooling import SCORINGS
 from weft.core.schedulers import SCHEDULERS, SERVED, describe_schedulers
 from weft.core.settings import check_settings, config_errors, setting, settings_of
 from weft.core.types import MAX_SEED, MAX_SPECULATION, ServiceClass
@@ -51,6 +52,20 @@ class EngineConfig:
     offline: bool | None = setting("bool", None, "use only files that are already on disk")
     tokenizer: str | None = setting("path", None, "folder with another tokenizer.json")
     chat_template: str | None = setting("path", None, "jinja file used instead of the model's own")
+    scoring: str = setting(
+        "str",
+        "auto",
+        "how pairs of texts are scored: yes-no, by the answer after a reranker's prompt; "
+        "similarity, by the cosine of embeddings; auto follows the checkpoint, by which only "
+        "rerankers and embedding models score",
+        choices=("auto", *SCORINGS),
+    )
+    score_template: str | None = setting(
+        "path",
+        None,
+        "file with the prompt of a reranker, with {query}, {document} and perhaps {instruction}; "
+        "unset takes Qwen3-Reranker's",
+    )
     device: str = setting(
         "str",
         "auto",

@@ -280,7 +280,7 @@ class StepResult:
     Attributes:
         accepted: by sequence with drafts, the tokens after its first one that this step gave too,
             with their log probabilities where they are wanted.
-        embeddings: by sequence, its normalised vector as float32 bytes.
+        embeddings: by sequence, its vector or scores as float32 bytes; see ``Request.embed``.
         piggybacked_results: (sequence id, next token) of piggybacked rows of earlier steps that
             came through the last layer in this one.
         piggyback_layers: for each layer, how many piggybacked rows wait for it or for its

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from weft.core.pooling import TEXT_MODEL, Pooling
 from weft.core.types import DEFAULT_CLASSES, ServiceClass
 
 # Fields that may differ from one start of an engine to the next with the same settings and files.
@@ -54,6 +55,7 @@ class ServedModel:
         overlaps: whether steps overlap arithmetic with reads of KV.
         halves: whether large steps are computed in halves and why, as a sentence; empty on a CPU.
         scheduling: the policy that plans at the start and why, as a sentence.
+        pooling: what the model can be asked for.
     """
 
     name: str
@@ -96,6 +98,7 @@ class ServedModel:
     overlaps: bool = False
     halves: str = ""
     scheduling: str = ""
+    pooling: Pooling = TEXT_MODEL
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -104,6 +107,7 @@ class ServedModel:
     def from_json(cls, text: str) -> ServedModel:
         values = json.loads(text)
         values["eos_token_ids"] = tuple(values["eos_token_ids"])
+        values["pooling"] = Pooling.of(values["pooling"])
         values["stages"] = tuple(values["stages"])
         values["classes"] = tuple(ServiceClass(**row) for row in values["classes"])
         return cls(**values)

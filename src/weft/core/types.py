@@ -321,7 +321,8 @@ class Request:
         eos_token_ids: the model's end-of-sequence ids.
         service_class: name of a row of the class table.
         cache_salt: sequences share cached prefixes only under equal salts.
-        embed: compute the prompt's embedding instead of generating.
+        embed: compute the prompt's embedding instead of generating: its vector; of a classifier its
+            score; with ``logprob_token_ids`` their log probabilities after the prompt.
         output: tokens that a process which died has already given out; they count as output.
         crashes: engines that died with this request in flight.
         memory_kills: engines that were killed because memory ran out with it in flight.

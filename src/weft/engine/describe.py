@@ -81,4 +81,5 @@ def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:
             **({"torch": sys.modules["torch"].__version__} if "torch" in sys.modules else {}),
         },
         classes=config.service_classes(),
+        pooling=model.pooling,
     )

@@ -137,6 +137,7 @@ def _model_facts(config: EngineConfig, model: Model) -> dict[str, Any]:
         ],
         "recurrent_layers": 0 if spec.states is None else len(spec.states.layers),
         "tokenizer": encoder,
+        "served_for": model.pooling.describe(),
     }
 
 
@@ -195,6 +196,7 @@ def format_info(info: dict[str, Any]) -> str:
         ("", f"{model['layers']} layers of {model['hidden_size']}: {groups}"),
         ("", f"vocabulary {model['vocabulary']}, end ids {model['eos_token_ids']}"),
         ("", f"stored as {_stored_words(model)}, computed in {model['dtype']}"),
+        ("", f"gives {model['served_for']}"),
         ("tokenizer", model["tokenizer"]),
         ("weights", f"{format_bytes(memory['weight_bytes'])}{share}"),
         *[("" if at else "offload", line) for at, line in enumerate(memory["host_experts"])],

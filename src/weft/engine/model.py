@@ -12,6 +12,7 @@ from weft.core.config import DTYPE_BYTES, EngineConfig
 from weft.core.errors import ConfigError, KernelError, OutOfMemoryError, TokenizerError
 from weft.core.kv_types import KV_TYPES
 from weft.core.memory import available_memory
+from weft.core.pooling import TEXT_MODEL, Pooling
 from weft.core.resolved import (
     DEVICE_KV_SHARE,
     HOST_KV_SHARE,
@@ -25,6 +26,7 @@ from weft.engine.devices import free_memory, is_cpu, is_resident, pick_device, s
 from weft.engine.host_experts import check_fits_host, place_experts
 from weft.engine.host_tier import check_attends_on_host
 from weft.engine.machine import has_fast_bfloat16
+from weft.engine.pooling import find_pooling
 from weft.engine.recurrent import check_recurrent
 from weft.engine.weights import (
     check_heads,
@@ -79,6 +81,7 @@ class Model:
     device: str
     host: HostPart | None = None
     layers: tuple[range, ...] = ()  # of each stage; empty where there is one
+    pooling: Pooling = TEXT_MODEL
 
     @property
     def own_layers(self) -> range | None:
@@ -155,7 +158,21 @@ def find_model(
     layers = tuple(range(s.stage.first, s.stage.first + s.num_layers) for s in stages)
     if len(stages) == 1:
         layers = ()
-    return Model(source, folder, spec, rank_spec, defaults, dtype, facts, ops, device, host, layers)
+    pooling = find_pooling(config, source, spec)
+    return Model(
+        source,
+        folder,
+        spec,
+        rank_spec,
+        defaults,
+        dtype,
+        facts,
+        ops,
+        device,
+        host,
+        layers,
+        pooling,
+    )
 
 
 def _text_folder(source: Path, tokenizer: str | None) -> Path:

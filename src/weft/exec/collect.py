@@ -78,11 +78,12 @@ class StepOutput:
         piggyback_layers, lost, places: see ``StepResult``.
     """
 
-    def __init__(self, table: InputBatch) -> None:
+    def __init__(self, table: InputBatch, decoder: Decoder) -> None:
         self.piggyback_layers: tuple[int, ...] = ()
         self.lost: tuple[int, ...] = ()
         self.places: tuple[PlaceStatus, ...] = ()
         self._table = table
+        self._decoder = decoder
         self._ids: list[int] = []
         self._tokens: list[int] = []
         self._logprobs: dict[int, TokenLogprob] = {}
@@ -137,7 +138,7 @@ class StepOutput:
             sequence_id, draft = table.sequence_ids[row], batch.drafts.get(row, ())
             here = slice(first, first + len(draft) + 1)
             self._deliver(row, tokens[first])
-            if first in sampled.logprobs:
+            if first in sampled.logprobs and row not in table.embedding:
                 self._logprobs[sequence_id] = sampled.logprobs[first]
             if sequence_id in self._faults:
                 pass  # it ends before this token
@@ -146,7 +147,12 @@ class StepOutput:
             elif row in sampled.faults:
                 self._faults[sequence_id] = sampled.faults[row]
             elif row in table.embedding:
-                self._embeddings[sequence_id] = normalised(state(first))
+                scored = sampled.logprobs.get(first)
+                self._embeddings[sequence_id] = (
+                    pooled(self._decoder, state(first))
+                    if scored is None
+                    else named_logprobs(scored, table.named[row])
+                )
             elif draft:
                 taken = int(sampled.taken[first])
                 taken = taken or count_taken(tokens[here], finite[here], draft)
@@ -256,11 +262,24 @@ def score_prompt(
     return PromptLogprobs(start + 1, tuple(entries))
 
 
-def normalised(state: Array) -> bytes:
-    """Return a hidden state [C] at length one, as float32 bytes."""
+def pooled(decoder: Decoder, state: Array) -> bytes:
+    """What a model makes of a hidden state [C], as float32 bytes.
+
+    A classifier the number of its one label, before any activation; others the state, at length one
+    if the model's vectors have that.
+    """
     vector = to_numpy(state).astype(np.float64)
-    unit = vector / max(float(np.linalg.norm(vector)), 1e-30)
-    return unit.astype(np.float32).tobytes()
+    if decoder.score is not None:
+        vector = to_numpy(decoder.score).astype(np.float64) @ vector  # [1]
+    elif decoder.spec.unit_states:
+        vector = vector / max(float(np.linalg.norm(vector)), 1e-30)
+    return vector.astype(np.float32).tobytes()
+
+
+def named_logprobs(scored: TokenLogprob, ids: NDArray[np.int64]) -> bytes:
+    """The log probabilities of tokens [N], in their order, as float32 bytes."""
+    found = dict(scored.top)
+    return np.array([found[token] for token in ids.tolist()], np.float32).tobytes()
 
 
 def no_memory(tokens: int) -> OutOfMemoryError:

@@ -130,7 +130,7 @@ class EagerExecutor:
         self._table.apply(plan)
         if plan.loads:
             self._on_disk(plan).load(plan.loads)
-        output = StepOutput(self._table)
+        output = StepOutput(self._table, self._decoder)
         if self._rows is not None:
             output.lost, output.places = self._rows.lost(), self._rows.places()
         batches, began = plan.batches, time.perf_counter()

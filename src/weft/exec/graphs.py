@@ -158,7 +158,7 @@ class GraphExecutor:
         held = (*plan.drop, *plan.abort, *plan.piggybacked)
         while self._launched and (self._launched[-1].needs_host or self._holds(held)):
             self._finish(self._launched.popleft())
-        output = StepOutput(self._table)
+        output = StepOutput(self._table, self._decoder)
         lease: DeviceLease | None = None
         with self._device.work():
             if self._lanes is not None:

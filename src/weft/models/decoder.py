@@ -78,6 +78,7 @@ class Decoder:
         self.embedding = weights.get("embed")  # [V, C], of the first stage
         self.final_norm: Array = weights.get("norm")  # [C], of the last stage
         self.lm_head = weights.get("embed" if spec.tied_embeddings else "lm_head")  # [V, C]
+        self.score: Array | None = weights.get("score")  # [1, C], of a classifier's last stage
         self.layers = tuple(_layer_weights(number, weights) for number in range(spec.num_layers))
         if spec.qk_norm and not spec.qk_norm_weighted:
             self.layers = tuple(

@@ -10,7 +10,8 @@ from weft.core.errors import ModelNotFoundError
 BUILTIN = "builtin"
 SUFFIX = ".gguf"
 ALLOWED = ["*.json", "*.safetensors", "tokenizer*", "vocab*", "merges.txt", "*.jinja"]
-IGNORED = ["*/*", "consolidated*"]  # other formats beside the one that is read
+# Other formats beside the one that is read; folders with a number are sentence-transformers'.
+IGNORED = ["[!0-9]*/*", "consolidated*"]
 
 
 def resolve_model(

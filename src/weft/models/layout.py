@@ -63,6 +63,8 @@ def parameters(spec: ModelSpec, *, stacked_experts: bool = False) -> Iterator[Pa
     if not stage.ends:
         return
     yield _whole("norm", "norm.weight", (hidden,))
+    if spec.head == "score":
+        yield _whole("score", "score.weight", (1, hidden))
     if not spec.tied_embeddings:
         yield _whole("lm_head", "lm_head.weight", (spec.vocab_size, hidden))
 

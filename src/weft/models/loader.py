@@ -303,7 +303,7 @@ class Checkpoint:
         return self._spec.layout.prefixes[0]
 
     def _full_name(self, piece: Piece) -> str:
-        if piece.tensor != "lm_head.weight":
+        if piece.tensor not in ("lm_head.weight", "score.weight"):
             return self._prefix + piece.tensor
         nested = self._prefix.removesuffix("model.") + piece.tensor
         return nested if nested in self._stored else piece.tensor

@@ -179,7 +179,7 @@ class CheckpointLayout:
     an expert.
     """
 
-    prefixes: tuple[str, ...] = ("model.",)
+    prefixes: tuple[str, ...] = ("model.", "")
     fused_qkv: bool = False  # stored as qkv_proj, as in Phi-3
     gate_in_q: bool = False  # q_proj has the rows of each head's gate behind those of its query
     fused_state: bool = (
@@ -268,6 +268,8 @@ class ModelSpec:
     residual_scale: float = 1.0  # multiplies what attention and the MLP add to the residual
     logit_scale: float = 1.0
     tied_embeddings: bool = False
+    head: str = "tokens"  # or "none"; "score": one number of each state, a classifier's
+    unit_states: bool = True  # vectors of texts have length 1
     moe: MoeSpec | None = None
     per_layer_input_size: int = 0  # Gemma 4: width of each layer's own token embedding
     per_layer_vocab_size: int = 0

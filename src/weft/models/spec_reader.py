@@ -15,6 +15,7 @@ from weft.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, FAMILIES
 from weft.models.gguf import GgufFile
 from weft.models.hub import SUFFIX
 from weft.models.missing import missing_mechanism
+from weft.models.pooling import with_modules, without_head
 from weft.models.quant_config import read_stored_weights
 from weft.models.spec import ModelSpec
 
@@ -25,7 +26,7 @@ def read_spec(folder: Path, max_model_len: int | None = None) -> ModelSpec:
         return spec_from_config(GgufFile(folder).config(), max_model_len)
     config = read_object(folder / "config.json", UnsupportedModelError)
     check_depth(config, "config.json", UnsupportedModelError)
-    return spec_from_config(config, max_model_len)
+    return with_modules(spec_from_config(config, max_model_len), folder)
 
 
 def spec_from_config(config: Mapping[str, Any], max_model_len: int | None = None) -> ModelSpec:
@@ -41,6 +42,7 @@ def spec_from_config(config: Mapping[str, Any], max_model_len: int | None = None
     architectures = config.get("architectures") or []
     listed = isinstance(architectures, list) and architectures
     name = short(architectures[0] if listed else config.get("model_type", ""), SHOWN)
+    name, head = _decoder_of(name)
     found = BY_ARCHITECTURE.get(name) or (None if architectures else BY_MODEL_TYPE.get(name))
     if found is None:
         raise UnsupportedModelError(_unsupported(name), param="architectures")
@@ -50,6 +52,10 @@ def spec_from_config(config: Mapping[str, Any], max_model_len: int | None = None
     spec = replace(spec, family=family.name, stored_weights=read_stored_weights(reader))
     reader.finish()
     _check_experts(reader, spec)
+    if head != "tokens":
+        spec = without_head(spec, head)
+    if head == "score":
+        _check_labels(reader)
     return _without_idle_windows(spec, max(spec.max_position_embeddings, max_model_len or 0))
 
 
@@ -60,6 +66,22 @@ def _unsupported(architecture: str) -> str:
         return f"{named}: weft lacks {mechanism}"
     hint = suggest(architecture, BY_ARCHITECTURE, 0.8)
     return f"{named}.{hint} Supported families: {', '.join(FAMILIES)}"
+
+
+def _decoder_of(name: str) -> tuple[str, str]:
+    """The architecture that has an output head, and what this one has; see ``ModelSpec.head``."""
+    for suffix, head in (("ForSequenceClassification", "score"), ("Model", "none")):
+        decoder = name.removesuffix(suffix) + "ForCausalLM"
+        if name.endswith(suffix) and decoder in BY_ARCHITECTURE:
+            return decoder, head
+    return name, "tokens"
+
+
+def _check_labels(config: ConfigReader) -> None:
+    labels = config.value("id2label", {})
+    count = config.value("num_labels", (len(labels) if isinstance(labels, dict) else 0) or 2)
+    if count != 1:
+        config.refuse("num_labels", count, "a model that scores pairs has 1")
 
 
 def _check_experts(config: ConfigReader, spec: ModelSpec) -> None:

@@ -158,7 +158,7 @@ class RingClient:
             raise ParameterError("The prompt is empty or far too long.", param="prompt")
         info = self.info()
         if request.embed:
-            return max(1, info.hidden_size)
+            return len(request.sampling.logprob_token_ids) or max(1, info.hidden_size)
         wanted = request.sampling.max_tokens
         if info.max_model_len:
             # The engine refuses an over-long prompt with its own message.

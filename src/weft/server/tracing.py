@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 CLOSE_S = 3.0  # for the last spans to get out
 EXPORT_S = 2.0
 
-_OPERATIONS = {"completion": "text_completion", "embedding": "embeddings"}
+_OPERATIONS = {
+    "completion": "text_completion",
+    "embedding": "embeddings",
+    "rerank": "rerank",
+    "score": "score",
+}
 
 
 def make_exporter(endpoint: str) -> SpanExporter:

@@ -1,0 +1,80 @@
+"""What a model gives beside text: vectors of texts, and scores of pairs of texts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.core.errors import ConfigError
+
+SCORINGS = ("yes-no", "similarity")
+
+_FIELD = re.compile(r"\{(instruction|query|document)\}")
+
+
+def split_template(text: str) -> list[str]:
+    """Split the prompt of a pair: text, field, text, field, ..., text.
+
+    Raises:
+        ConfigError: it lacks ``{query}`` or ``{document}``, or has a field twice.
+    """
+    parts = _FIELD.split(text)
+    fields = parts[1::2]
+    if len(set(fields)) < len(fields) or not {"query", "document"} <= set(fields):
+        raise ConfigError(
+            "A score template has {query} and {document} once each, and {instruction} at most "
+            "once.",
+            param="score_template",
+        )
+    return parts
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """What the engine can be asked for, and how texts are prepared for it.
+
+    Attributes:
+        generates: there is an output head, so there is text.
+        embeds: the state of the last token is a vector of the text.
+        unit: vectors have length 1.
+        prompts: texts that go before an input, by name (sentence-transformers).
+        default_prompt: the name of the one that inputs get that ask for none; empty for none.
+        scoring: ``yes-no``, ``head``, ``similarity``, or empty where pairs cannot be scored.
+        answers: token ids of yes and no; None: those of the words.
+        template: what a pair becomes, with ``{instruction}``, ``{query}`` and ``{document}``;
+            empty: Qwen3-Reranker's.
+    """
+
+    generates: bool = True
+    embeds: bool = True
+    unit: bool = True
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str = ""
+    scoring: str = ""
+    answers: tuple[int, int] | None = None
+    template: str = ""
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Pooling:
+        """The same after a passage through JSON."""
+        answers = values["answers"]
+        return cls(**{**values, "answers": None if answers is None else tuple(answers)})
+
+    def describe(self) -> str:
+        """What the model is served for, as a phrase."""
+        words = ["text"] if self.generates else []
+        if self.embeds:
+            words.append("embeddings of the last token" + ", of length 1" * self.unit)
+        how = {
+            "yes-no": "scores by the answer yes or no",
+            "head": "scores by a classification head",
+            "similarity": "scores by similarity",
+        }
+        if self.scoring:
+            words.append(how[self.scoring])
+        return "; ".join(words)
+
+
+TEXT_MODEL = Pooling()  # generates text, and its states are vectors
