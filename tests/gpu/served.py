@@ -39,6 +39,7 @@ class Answer:
     cached_tokens: int = 0
     finish: FinishReason | None = None
     error: WeftError | None = None
+    embedding: bytes | None = None
 
 
 class Crowd:
@@ -67,6 +68,7 @@ class Crowd:
                 answer.prompt_logprobs.append(update.prompt_logprobs)
             answer.cached_tokens += update.cached_tokens
             answer.finish, answer.error = update.finish, update.error
+            answer.embedding = update.embedding
 
     def wait(self) -> None:
         """There is always something to do."""
@@ -114,7 +116,12 @@ def serve(engine: Engine, prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -
         Request(number, tuple(tokens), asked.with_defaults({"max_tokens": 8}))
         for number, (tokens, asked) in enumerate(zip(prompts, params, strict=True))
     ]
-    crowd = Crowd(requests)
+    return answers_to(engine, requests)
+
+
+def answers_to(engine: Engine, requests: Seq[Request]) -> list[Answer]:
+    """The same for requests of any kind."""
+    crowd = Crowd(list(requests))
     EngineLoop(engine.scheduler, engine.executor, crowd, Stopped()).run_until_idle()
     return list(crowd.answers.values())
 

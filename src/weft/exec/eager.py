@@ -33,7 +33,7 @@ from weft.exec.layerwise import LayerwiseForward
 from weft.exec.lease import bind_leases
 from weft.exec.overlap import OverlappedForward
 from weft.exec.piggyback import PiggybackedRows, Rows
-from weft.exec.sample import sample
+from weft.exec.sample import sample, unsampled
 from weft.exec.states import state_batch
 from weft.exec.store import KVStore
 from weft.exec.tiers import HostTier, check_computes
@@ -301,7 +301,10 @@ class EagerExecutor:
             lengths = np.concatenate((lengths, table.length[came]))
         if len(rows):
             states = hidden if len(rows) == len(hidden) else hidden[at]  # [S + F, C]
-            sampled = sample(decoder.logits(states), rows, table, decoder.ops, lengths)
+            if decoder.ops.processes == 1 and table.only_pooled(rows):
+                sampled = unsampled(states)
+            else:
+                sampled = sample(decoder.logits(states), rows, table, decoder.ops, lengths)
             first = sampled.first(own) if len(came) else sampled
             output.take(batch, inputs.sample_rows, first, states.__getitem__)
             output.take_piggybacked(came, sampled.tokens[own:], sampled.finite[own:])

@@ -123,6 +123,13 @@ class InputBatch:
         """Whether a row has a grammar, or other tokens that may not be sampled."""
         return row in self.restrictions or (self.grammars is not None and row in self.grammars)
 
+    def only_pooled(self, rows: NDArray[np.int64]) -> bool:
+        """Whether nothing but hidden states is wanted of rows."""
+        wanted = self.embedding
+        return bool(wanted) and all(
+            row in wanted and row not in self.named for row in rows.tolist()
+        )
+
     def needs_host(self, batch: SubBatch) -> bool:
         """Whether rows want more of a step than tokens that a device chooses."""
         if not (self.on_host or self.embedding or self.prompt_scored):

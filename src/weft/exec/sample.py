@@ -46,6 +46,12 @@ class Sampled:
         return replace(self, tokens=tokens, finite=finite, taken=taken)
 
 
+def unsampled(states: Array) -> Sampled:
+    """What stands for the tokens of states [S, C] that nobody samples from."""
+    finite, none = _finite_rows(states), np.zeros(len(states), np.int64)
+    return Sampled(none, finite, {}, {}, none)
+
+
 def sample(
     logits: Array,
     rows: NDArray[np.int64],
