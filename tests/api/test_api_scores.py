@@ -175,6 +175,33 @@ def test_documents_come_best_first(built, path):
     assert whole["usage"]["total_tokens"] == whole["usage"]["prompt_tokens"] == tokens
 
 
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({}, [(1, 0.5), (0, 1 / (1 + math.exp(2)))]),
+        ({"raw_scores": True, "return_text": True, "truncate": True}, [(1, 0.0), (0, -2.0)]),
+    ],
+)
+def test_the_form_of_text_embeddings_inference(built, fields, shown):
+    found = asked(built(RERANKER), "/rerank", query="q", texts=["a", "b"], **fields)
+    rows = answer(found, [[-3, -1], [-1, -1]])
+    assert [(row["index"], row["score"]) for row in rows] == [
+        (at, pytest.approx(score)) for at, score in shown
+    ]
+    texts = [row.get("text") for row in rows]
+    assert texts == (["b", "a"] if fields else [None, None])
+
+
+def test_refusals_in_that_form(built):
+    builder = built(RERANKER)
+    assert refusal(builder, "/rerank", query="q", texts=[]).param == "texts"
+    assert refusal(builder, "/rerank", query="q", texts=["a"], documents=["b"]).param == "documents"
+    assert refusal(builder, "/rerank", query="q").param == "documents"
+    assert refusal(builder, "/v1/rerank", query="q", texts=["a"]).param == "texts"
+    error = refusal(builder, "/rerank", query="q", texts=["a"], truncation_direction="Left")
+    assert error.code == "unsupported_parameter"
+
+
 @pytest.mark.parametrize(("top_n", "count"), [(None, 3), (0, 3), (2, 2), (9, 3)])
 def test_the_best_without_their_texts(built, top_n, count):
     fields = {"query": "q", "documents": ["a", "b", "c"], "return_documents": False}

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from answering import Answering, read, request
 
+from weft.batch.demand import demand_of
+from weft.batch.lines import parse_line
 from weft.batch.order import InOrder, Planned, Prompt, plan, read_prompts
 from weft.batch.ports import BatchLine, LineAnswer, NobodyAnswersError, Result
 from weft.batch.prompts import guess_prompt
@@ -251,3 +253,20 @@ def test_a_sheet_weighs_with_the_types_that_the_engine_has():
         assert sheet_rates(shape, h100, engine) == Rates.of(shape, h100, dtype, kv_bytes)
     with pytest.raises(ConfigError, match="t4 does not compute in bf16"):
         sheet_rates(shape, hardware("t4"), {"dtype": "bfloat16"})
+
+
+@pytest.mark.parametrize(
+    ("url", "body"),
+    [
+        ("/v1/rerank", {"query": "q" * 38, "documents": ["d" * 36]}),
+        ("/v1/score", {"text_1": "q" * 38, "text_2": ["d" * 36]}),
+        ("/v1/embeddings", {"input": ["d" * 76]}),
+    ],
+)
+def test_vectors_and_scores_are_all_input(url, body):
+    """Four bytes of both texts count as a token; there is no output to plan with."""
+    given = {"custom_id": "1", "method": "POST", "url": url, "body": body}
+    line = parse_line(json.dumps(given).encode())
+    demand = demand_of(line)
+    assert (demand.input_tokens, demand.output_tokens) == (20, 0)
+    assert guess_prompt(line) is None

@@ -14,6 +14,7 @@ import torch
 
 import pooled
 from live import SMALL, Server, eventually, run, serving
+from weft import LLM
 from weft.text.pairs import QWEN3_RERANKER, WEB_SEARCH
 
 QUERY = "What is the capital of China?"
@@ -202,3 +203,19 @@ def test_info_says_what_a_model_gives(folder, tmp_path):
     refused = run("info", str(other))
     assert refused.returncode != 0
     assert "pooling by 'mean' is not supported, only by 'lasttoken'" in refused.stderr
+
+
+@pytest.mark.parametrize("ways", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
+def test_a_classifier_over_several_processes(tmp_path, ways):
+    """Cut, or split into stages: the head belongs to the process that has the last layer."""
+    head = pooled.model("Qwen3ForSequenceClassification", num_labels=1)
+    other = pooled.save(head, tmp_path / "head")
+    tokenizer, expected = pooled.tokenizer(), []
+    for document in DOCUMENTS:
+        text = QWEN3_RERANKER.format(instruction=WEB_SEARCH, query=QUERY, document=document)
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        with torch.no_grad():
+            expected.append(float(torch.sigmoid(head(torch.tensor([ids])).logits[0, 0])))
+    settings = {"dtype": "float32", "threads": 1, "kv_memory": "4MiB", "max_num_seqs": 8}
+    with LLM(other, **settings, **ways) as llm:
+        assert llm.score(QUERY, DOCUMENTS) == pytest.approx(expected, abs=1e-5)

@@ -9,13 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 
 import pooled
 from weft import LLM
+from weft.api.errors import UnsuitableModelError
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, UnsupportedModelError, WeftError
 from weft.core.types import NEUTRAL, Request, SamplingParams
 from weft.engine.model import find_model
+from weft.models.hub import ALLOWED, IGNORED
 from weft.text import Tokenizer
 from weft.text.pairs import QWEN3_RERANKER, WEB_SEARCH, PairTemplate
 
@@ -184,6 +187,39 @@ def test_a_converted_reranker_scores_as_the_original(tmp_path):
     with LLM.in_process(second, **SETTINGS) as llm:
         heads = scored(llm, prompts)
     np.testing.assert_allclose(answers[:, 0] - answers[:, 1], heads[:, 0], atol=2e-4)
+
+
+def test_scores_from_python(tmp_path):
+    """Of each kind, in the order of the documents; models without text or vectors say so."""
+    models = {
+        "head": pooled.model("Qwen3ForSequenceClassification", num_labels=1),
+        "similarity": pooled.model(),
+    }
+    head = pooled.save(models["head"], tmp_path / "head")
+    embedding = pooled.save_embedding(models["similarity"], tmp_path / "similarity")
+    with torch.no_grad():
+        logits = [models["head"](torch.tensor([ids])).logits[0, 0] for ids in pair_prompts(head)]
+    with LLM.in_process(head, **SETTINGS) as llm:
+        found = llm.score(QUERY, DOCUMENTS)
+        with pytest.raises(UnsuitableModelError, match="has no embeddings"):
+            llm.embed([QUERY])
+        with pytest.raises(WeftError, match="generates no text; it gives scores by a"):
+            llm.generate([QUERY])
+        with pytest.raises(WeftError, match="list of documents is empty"):
+            llm.score(QUERY, [])
+    assert found == pytest.approx([float(torch.sigmoid(one)) for one in logits], abs=1e-5)
+    with LLM.in_process(embedding, **SETTINGS) as llm:
+        cosines = llm.score(QUERY, DOCUMENTS[:2])
+        query, *others = llm.embed([QUERY, *DOCUMENTS[:2]])
+    assert cosines == pytest.approx([float(query @ other) for other in others], abs=1e-6)
+
+
+def test_folders_with_a_number_are_fetched_from_the_hub():
+    """Those of sentence-transformers' modules, and no other formats of the weights."""
+    files = ["config.json", "modules.json", "1_Pooling/config.json", "onnx/config.json"]
+    files += ["2_Dense/model.safetensors", "original/params.json", "model.safetensors"]
+    fetched = filter_repo_objects(files, allow_patterns=ALLOWED, ignore_patterns=IGNORED)
+    assert set(files) - set(fetched) == {"onnx/config.json", "original/params.json"}
 
 
 def test_several_labels_are_refused(tmp_path):

@@ -21,6 +21,7 @@ from weft.api.rules import NULL, Refused
 from weft.api.sampling import check_model, fit_context, truncated
 from weft.core.errors import InvariantError, ParameterError
 from weft.core.plan import Update
+from weft.core.pooling import Pooling
 from weft.core.types import NEUTRAL, FinishReason, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def embedding_job(body: EmbeddingBody, builder: Builder) -> Job:
         raise ParameterError(
             f"There are {len(inputs)} inputs; one request may have {MAX_INPUTS}.", param="input"
         )
-    check_embeds(model, card)
+    check_embeds(model, card.pooling)
     _check_normalize(body, card)
     inputs = _with_prompt(inputs, body.prompt_name, card)
     builder.check_texts([text for text in inputs if isinstance(text, str)], "input")
@@ -178,9 +179,9 @@ def shortened(
     return (vector / (np.linalg.norm(vector) or 1.0)).astype("<f4")
 
 
-def check_embeds(model: str, card: ModelCard) -> None:
+def check_embeds(model: str, pooling: Pooling) -> None:
     """Raise UnsuitableModelError if a model has no vectors."""
-    if not card.pooling.embeds:
+    if not pooling.embeds:
         raise UnsuitableModelError(
             f"The model '{model}' scores pairs of texts and has no embeddings; ask /v1/rerank or "
             "/v1/score."

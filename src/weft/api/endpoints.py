@@ -52,8 +52,8 @@ from weft.api.response_body import ResponseBody, response_job
 from weft.api.response_items import read_items
 from weft.api.responses import Collector
 from weft.api.rules import NULL, Notes, is_neutral
-from weft.api.score_bodies import RerankBody, ScoreBody
-from weft.api.scores import ScoreCollector, ScoringJob, rerank_job, score_job
+from weft.api.score_bodies import RerankBody, ScoreBody, TextsBody
+from weft.api.scores import ScoreCollector, ScoringJob, rerank_job, score_job, texts_job
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 JSON_LINES = "application/x-ndjson"
@@ -155,6 +155,19 @@ def _response(data: bytes, builder: Builder, texts: TokenTexts, notes: Notes) ->
     return answer_response(job, body, builder, texts)
 
 
+class RerankShape(Struct):
+    """The field that tells a body of text-embeddings-inference from one of the others."""
+
+    texts: Raw = NULL
+
+
+def _rerank(data: bytes, builder: Builder, texts: TokenTexts, notes: Notes) -> Asked | AtOnce:
+    """The path that text-embeddings-inference has as well, with a body and answer of its own."""
+    if is_neutral(bytes(decode_body(RerankShape, data).texts)):
+        return _RERANK.read(data, builder, texts, notes)
+    return _TEXTS.read(data, builder, texts, notes)
+
+
 class InvocationShape(Struct):
     """The field that tells what kind of body it is; the endpoint of that kind checks the rest."""
 
@@ -220,6 +233,7 @@ def _ollama_vectors(
 _CHAT = _chunked("/v1/chat/completions", ChatBody, chat_job)
 _COMPLETION = _chunked("/v1/completions", CompletionBody, completion_job, renders=False)
 _RERANK = _scored("/v1/rerank", RerankBody, rerank_job, in_batches=True)
+_TEXTS = _scored("/rerank", TextsBody, texts_job)
 _SCORE = _scored("/v1/score", ScoreBody, score_job, in_batches=True)
 
 _ROWS = (
@@ -228,7 +242,7 @@ _ROWS = (
     Endpoint("/v1/embeddings", EmbeddingBody, _embedding, renders=False, in_batches=True),
     _RERANK,
     _SCORE,
-    _scored("/rerank", RerankBody, rerank_job),
+    Endpoint("/rerank", RerankBody, _rerank, renders=False),
     _scored("/v2/rerank", RerankBody, rerank_job),
     _scored("/score", ScoreBody, score_job),
     Endpoint("/v1/responses", ResponseBody, _response, in_batches=True, stored=True),

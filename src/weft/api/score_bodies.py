@@ -60,6 +60,18 @@ class RerankBody(ScoringBody, forbid_unknown_fields=True, kw_only=True):
     ] = NULL
 
 
+class TextsBody(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Body of ``POST /rerank`` in the form of Hugging Face's text-embeddings-inference."""
+
+    query: str
+    texts: Texts
+    raw_scores: bool = False
+    return_text: bool = False
+    truncate: bool | None = None
+    truncation_direction: Annotated[Raw, Refused("texts lose their end", ("Right", "right"))] = NULL
+    model: Name | None = None
+
+
 class ScoreBody(ScoringBody, forbid_unknown_fields=True, kw_only=True):
     """Body of ``POST /v1/score``."""
 

@@ -7,9 +7,9 @@ its beginning. An embedding model reads each text alone, and the score is the co
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -20,15 +20,16 @@ from weft.api.errors import UnsuitableModelError
 from weft.api.jobs import Builder, Job, new_id, now
 from weft.api.rules import Notes
 from weft.api.sampling import check_model, fit_context, truncated
-from weft.api.score_bodies import RankedDocument, RerankBody, ScoreBody, ScoringBody
+from weft.api.score_bodies import RankedDocument, RerankBody, ScoreBody, ScoringBody, TextsBody
 from weft.core.errors import ParameterError, PromptTooLongError
+from weft.core.plan import Update
 from weft.core.types import NEUTRAL, Request, SamplingParams
 from weft.text import Tokenizer
 from weft.text.pairs import QWEN3_RERANKER, WEB_SEARCH, PairTemplate
 
 KEPT = 8  # templates, and ids of answers
 
-Answer = Callable[[list[float]], dict[str, Any]]
+Answer = Callable[[list[float]], dict[str, Any] | list[dict[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class ScoringJob:
         pairs: places among the requests of the two vectors of each pair; None where each request
             is a pair of its own.
         activated: scores of rerankers are from 0 to 1; else differences of logits.
-        answer: of the scores, without what the job says itself.
+        answer: of the scores, without what the job says itself; a list stands alone.
     """
 
     job: Job
@@ -59,7 +60,7 @@ def rerank_job(body: RerankBody, builder: Builder, notes: Notes) -> ScoringJob:
         raise ParameterError("The list of documents is empty.", param="documents")
 
     def answer(scores: list[float]) -> dict[str, Any]:
-        order = sorted(range(len(scores)), key=lambda at: -scores[at])[: body.top_n or None]
+        order = _best_first(scores)[: body.top_n or None]
         results = [
             {"index": at, "relevance_score": scores[at]}
             | ({} if body.return_documents is False else {"document": {"text": texts[at]}})
@@ -69,6 +70,30 @@ def rerank_job(body: RerankBody, builder: Builder, notes: Notes) -> ScoringJob:
 
     left = [body.query]
     return _job("rerank", body, (left, "query"), (texts, "documents"), builder, notes, answer)
+
+
+def texts_job(body: TextsBody, builder: Builder, notes: Notes) -> ScoringJob:
+    """As `rerank_job`, in the form of text-embeddings-inference."""
+    if not body.texts:
+        raise ParameterError("The list of texts is empty.", param="texts")
+
+    def answer(scores: list[float]) -> list[dict[str, Any]]:
+        return [
+            {"index": at, "score": scores[at]}
+            | ({"text": body.texts[at]} if body.return_text else {})
+            for at in _best_first(scores)
+        ]
+
+    same = ScoringBody(
+        model=body.model, truncation=body.truncate, use_activation=not body.raw_scores
+    )
+    left = [body.query]
+    return _job("rerank", same, (left, "query"), (body.texts, "texts"), builder, notes, answer)
+
+
+def _best_first(scores: Seq[float]) -> list[int]:
+    """Places of scores, the highest first; of equal ones in their order."""
+    return sorted(range(len(scores)), key=lambda at: -scores[at])
 
 
 def score_job(body: ScoreBody, builder: Builder, notes: Notes) -> ScoringJob:
@@ -102,14 +127,18 @@ class ScoreCollector(VectorCollector):
 
     def body(self) -> bytes:
         """The answer as JSON, once all texts have ended."""
+        answer = self._scoring.answer(self.scores())
+        if isinstance(answer, list):
+            return orjson.dumps(answer)
         job, tokens = self._job, self._job.prompt_tokens
         usage = {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens}
         whole = {"id": job.id, "created": job.created, "model": job.model, "usage": usage}
         if job.endpoint == "rerank":  # Cohere's clients read the tokens here
             whole["meta"] = {"tokens": {"input_tokens": tokens, "output_tokens": 0}}
-        return orjson.dumps(whole | self._scoring.answer(self._scores()))
+        return orjson.dumps(whole | answer)
 
-    def _scores(self) -> list[float]:
+    def scores(self) -> list[float]:
+        """One for each pair, once all texts have ended."""
         import numpy as np  # few servers are asked for scores
 
         found = [
@@ -121,6 +150,31 @@ class ScoreCollector(VectorCollector):
             return [float(unit[a] @ unit[b]) for a, b in self._scoring.pairs]
         logits = [float(one[0] - one[1]) if len(one) > 1 else float(one[0]) for one in found]
         return [_sigmoid(logit) for logit in logits] if self._scoring.activated else logits
+
+
+def scores_of(
+    ask: dict[str, Any],
+    builder: Builder,
+    ids: Iterator[int],
+    updates_of: Callable[[Seq[Request]], Iterator[Update]],
+) -> list[float]:
+    """The scores of a query's documents, in their order.
+
+    Args:
+        ask: the fields of a `RerankBody`.
+        ids: numbers that no other request has.
+        updates_of: submits requests.
+
+    Raises:
+        WeftError: see `rerank_job`; or the engine could not compute a pair.
+    """
+    body = RerankBody(**{**ask, "documents": list(ask["documents"])})
+    scoring = rerank_job(body, builder, Notes())
+    requests = tuple(replace(one, id=next(ids)) for one in scoring.job.requests)
+    collector = ScoreCollector(replace(scoring, job=replace(scoring.job, requests=requests)))
+    for update in updates_of(requests):
+        collector.push([update])
+    return collector.scores()
 
 
 def _sigmoid(logit: float) -> float:

@@ -315,16 +315,20 @@ class LLM:
         return self._chat_template
 
     def embed(self, prompts: Prompt | Seq[Prompt]) -> list[NDArray[np.float32]]:
-        """Return a vector [hidden size] of length one for each prompt.
+        """Return a vector [hidden size] for each prompt, of length one if the checkpoint says so.
 
         It is the hidden state of the last token after the final norm, which has seen all others.
 
         Raises:
+            UnsuitableModelError: the model has no vectors.
             ParameterError: a prompt is wrong; nothing was started.
             WeftError: the engine could not compute a prompt.
         """
         import numpy as np
 
+        from weft.api.embeddings import check_embeds
+
+        check_embeds(self.served.name, self.served.pooling)
         sampling = SamplingParams(max_tokens=1, seed=0).with_defaults({})
         requests = [
             Request(next(self._ids), tuple(self.check_prompt(prompt)), sampling, embed=True)
@@ -337,6 +341,21 @@ class LLM:
             if update.embedding is not None:
                 vectors[update.sequence_id] = np.frombuffer(update.embedding, np.float32)
         return [vectors[request.id] for request in requests]
+
+    def score(self, query: str, documents: Seq[str], instruction: str | None = None) -> list[float]:
+        """Return how relevant each document is to a query; see ``/v1/rerank``.
+
+        Raises:
+            UnsuitableModelError: the model cannot score.
+            ParameterError: there are no documents, or one is too long.
+            WeftError: the engine could not compute a pair.
+        """
+        from weft.api import Builder, ModelCard
+        from weft.api.scores import scores_of
+
+        builder = Builder(self.tokenizer, None, ModelCard.of(self.served))
+        ask = {"query": query, "documents": documents, "instruction": instruction}
+        return scores_of(ask, builder, self._ids, self._updates)
 
     # -- life cycle ---------------------------------------------------------------------------
 
@@ -382,6 +401,10 @@ class LLM:
         ]
 
     def _assembly(self, prompt: Prompt, ids: list[int], params: SamplingParams) -> _Assembly:
+        if not self.served.pooling.generates:
+            raise ParameterError(
+                f"This model generates no text; it gives {self.served.pooling.describe()}."
+            )
         sampling = params.with_defaults(self.served.sampling_defaults)
         number = next(self._ids)
         if sampling.seed is None:
