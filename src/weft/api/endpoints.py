@@ -73,6 +73,7 @@ class Endpoint:
         in_batches: whether lines of batches may ask it.
         stored: whether servers keep the answers; they have a handler of their own then.
         content_type: of its streams.
+        repeats: whether short bodies may make long prompts, as a query with many documents does.
     """
 
     path: str
@@ -82,6 +83,7 @@ class Endpoint:
     in_batches: bool = False
     stored: bool = False
     content_type: str = EVENT_STREAM
+    repeats: bool = False
 
 
 def _chunked(
@@ -124,7 +126,7 @@ def _scored(
         scoring = job_of(decode_body(body, data, notes=notes), builder, notes)
         return Asked(scoring.job, lambda: ScoreCollector(scoring))
 
-    return Endpoint(path, body, read, renders=False, in_batches=in_batches)
+    return Endpoint(path, body, read, renders=False, in_batches=in_batches, repeats=True)
 
 
 def _message(data: bytes, builder: Builder, _: TokenTexts, notes: Notes) -> Asked:
@@ -242,12 +244,12 @@ _ROWS = (
     Endpoint("/v1/embeddings", EmbeddingBody, _embedding, renders=False, in_batches=True),
     _RERANK,
     _SCORE,
-    Endpoint("/rerank", RerankBody, _rerank, renders=False),
+    Endpoint("/rerank", RerankBody, _rerank, renders=False, repeats=True),
     _scored("/v2/rerank", RerankBody, rerank_job),
     _scored("/score", ScoreBody, score_job),
     Endpoint("/v1/responses", ResponseBody, _response, in_batches=True, stored=True),
     Endpoint("/v1/messages", MessageBody, _message, in_batches=True),
-    Endpoint("/invocations", None, _invocation),
+    Endpoint("/invocations", None, _invocation, repeats=True),
     _ollama("/api/chat", OllamaChatBody, ollama_chat_job, chat_said),
     _ollama("/api/generate", OllamaGenerateBody, ollama_generate_job, generate_said),
     _ollama_vectors("/api/embed", OllamaEmbedBody, ollama_embed),
