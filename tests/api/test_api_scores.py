@@ -212,6 +212,13 @@ def test_the_best_without_their_texts(built, top_n, count):
     assert min(row["relevance_score"] for row in results) >= 0
 
 
+@pytest.mark.parametrize(("wish", "score"), [({}, 0.0), ({"use_activation": True}, 0.5)])
+def test_a_checkpoint_may_score_by_logits(built, wish, score):
+    pooling = dataclasses.replace(CLASSIFIER, sigmoid=False)
+    found = asked(built(pooling), "/v1/score", text_1="q", text_2="d", **wish)
+    assert answer(found, [[0.0]])["data"][0]["score"] == score
+
+
 @pytest.mark.parametrize("name", ["use_activation", "activation"])
 @pytest.mark.parametrize(("pooling", "vector"), [(CLASSIFIER, [2.5]), (RERANKER, [-1, -3.5])])
 def test_logits_instead_of_probabilities(built, name, pooling, vector):

@@ -19,6 +19,7 @@ from weft.core.errors import ConfigError, UnsupportedModelError, WeftError
 from weft.core.types import NEUTRAL, Request, SamplingParams
 from weft.engine.model import find_model
 from weft.models.hub import ALLOWED, IGNORED
+from weft.models.spec_reader import spec_from_config
 from weft.text import Tokenizer
 from weft.text.pairs import QWEN3_RERANKER, WEB_SEARCH, PairTemplate
 
@@ -220,6 +221,28 @@ def test_folders_with_a_number_are_fetched_from_the_hub():
     files += ["2_Dense/model.safetensors", "original/params.json", "model.safetensors"]
     fetched = filter_repo_objects(files, allow_patterns=ALLOWED, ignore_patterns=IGNORED)
     assert set(files) - set(fetched) == {"onnx/config.json", "original/params.json"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sigmoid"),
+    [
+        ({}, True),
+        ({"sentence_transformers": {"version": "5.0"}}, True),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.Sigmoid"}}, True),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, False),
+        ({"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}, False),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.Tanh"}}, None),
+        ({"sentence_transformers": {"activation_fn": 3}}, None),
+    ],
+)
+def test_the_activation_of_a_cross_encoder(changes, sigmoid):
+    config = pooled.model("Qwen3ForSequenceClassification", num_labels=1).config.to_dict()
+    config |= {"architectures": ["Qwen3ForSequenceClassification"]} | changes
+    if sigmoid is None:
+        with pytest.raises(UnsupportedModelError, match="must be Sigmoid or Identity"):
+            spec_from_config(config)
+    else:
+        assert spec_from_config(config).sigmoid_scores == sigmoid
 
 
 def test_several_labels_are_refused(tmp_path):

@@ -85,7 +85,9 @@ def texts_job(body: TextsBody, builder: Builder, notes: Notes) -> ScoringJob:
         ]
 
     same = ScoringBody(
-        model=body.model, truncation=body.truncate, use_activation=not body.raw_scores
+        model=body.model,
+        truncation=body.truncate,
+        use_activation=False if body.raw_scores else None,
     )
     left = [body.query]
     return _job("rerank", same, (left, "query"), (body.texts, "texts"), builder, notes, answer)
@@ -208,13 +210,14 @@ def _job(
         )
     _check_body(body)
     rank, _ = builder.classes.choose(body.service_tier, body.priority)
-    activated = (body.use_activation if body.activation is None else body.activation) is not False
+    wish = body.use_activation if body.activation is None else body.activation
+    activated = card.pooling.sigmoid if wish is None else wish
     count, one = len(right[0]), len(left[0]) == 1
     repeated = builder.check_texts(left[0], left[1])
     repeated *= count if one and scoring != "similarity" else 1
     builder.check_texts(right[0], right[1], repeated)
     if scoring == "similarity":
-        _check_similarity(body, activated, notes)
+        _check_similarity(body, wish is False, notes)
         prompts = [
             _single(text, body, builder, param) for texts, param in (left, right) for text in texts
         ]
@@ -245,14 +248,14 @@ def _check_body(body: ScoringBody) -> None:
         raise ParameterError("Give either use_activation or activation.", param="activation")
 
 
-def _check_similarity(body: ScoringBody, activated: bool, notes: Notes) -> None:
+def _check_similarity(body: ScoringBody, wants_logits: bool, notes: Notes) -> None:
     """What embedding models have no use for."""
     if body.instruction is not None:
         raise ParameterError(
             "An embedding model reads the query alone; put the instruction into the query.",
             param="instruction",
         )
-    if not activated:
+    if wants_logits:
         notes.ignore("use_activation" if body.activation is None else "activation")
 
 

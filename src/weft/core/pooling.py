@@ -42,6 +42,7 @@ class Pooling:
         prompts: texts that go before an input, by name (sentence-transformers).
         default_prompt: the name of the one that inputs get that ask for none; empty for none.
         scoring: ``yes-no``, ``head``, ``similarity``, or empty where pairs cannot be scored.
+        sigmoid: scores of a reranker are from 0 to 1, else logits, where a request says neither.
         answers: token ids of yes and no; None: those of the words.
         template: what a pair becomes, with ``{instruction}``, ``{query}`` and ``{document}``;
             empty: Qwen3-Reranker's.
@@ -53,6 +54,7 @@ class Pooling:
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str = ""
     scoring: str = ""
+    sigmoid: bool = True
     answers: tuple[int, int] | None = None
     template: str = ""
 

@@ -36,6 +36,7 @@ def find_pooling(config: EngineConfig, source: Path, spec: ModelSpec) -> Pooling
         prompts={} if modules is None else modules.prompts,
         default_prompt="" if modules is None else modules.default_prompt,
         scoring=scoring,
+        sigmoid=spec.sigmoid_scores,
         answers=answers,
         template=template,
     )

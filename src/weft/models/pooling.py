@@ -13,11 +13,13 @@ from typing import Any
 
 from weft.core.errors import UnsupportedModelError, short
 from weft.core.json_files import read_object, read_text
+from weft.models.config_reader import ConfigReader
 from weft.models.spec import ModelSpec
 
 MODULES = "modules.json"
 PROMPTS = "config_sentence_transformers.json"
 MOST_MODULES, MOST_PROMPTS, MOST_PROMPT_CHARS = 16, 64, 10_000
+SIGMOID = "Sigmoid"
 UNREAD = {"Transformer"}  # modules that are the model itself
 _SERVE_BARE = f"remove {MODULES} to serve the model without its modules"
 
@@ -65,6 +67,25 @@ def read_modules(folder: Path) -> Modules | None:
             )
     prompts, default = _prompts(folder)
     return replace(found, prompts=prompts, default_prompt=default)
+
+
+def read_activation(config: ConfigReader) -> bool:
+    """Whether scores of a reranker go through a sigmoid, as they do unless its config says else.
+
+    Cross encoders of sentence-transformers name the class of their activation.
+
+    Raises:
+        UnsupportedModelError: it is neither a sigmoid nor the identity.
+    """
+    key = "sentence_transformers"
+    section = config.section(key)
+    named = [] if section is None else [section.value("activation_fn", None)]
+    named.append(config.value("sbert_ce_default_activation_function", None))
+    name = next((one for one in named if one is not None), SIGMOID)
+    kind = name.rpartition(".")[2] if isinstance(name, str) else ""
+    if kind not in (SIGMOID, "Identity"):
+        config.refuse(key, name, f"the activation of scores must be {SIGMOID} or Identity")
+    return kind == SIGMOID
 
 
 def with_modules(spec: ModelSpec, folder: Path) -> ModelSpec:

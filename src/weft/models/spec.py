@@ -270,6 +270,7 @@ class ModelSpec:
     tied_embeddings: bool = False
     head: str = "tokens"  # or "none"; "score": one number of each state, a classifier's
     unit_states: bool = True  # vectors of texts have length 1
+    sigmoid_scores: bool = True  # of rerankers, unless a request asks for logits
     moe: MoeSpec | None = None
     per_layer_input_size: int = 0  # Gemma 4: width of each layer's own token embedding
     per_layer_vocab_size: int = 0

@@ -15,7 +15,7 @@ from weft.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, FAMILIES
 from weft.models.gguf import GgufFile
 from weft.models.hub import SUFFIX
 from weft.models.missing import missing_mechanism
-from weft.models.pooling import with_modules, without_head
+from weft.models.pooling import read_activation, with_modules, without_head
 from weft.models.quant_config import read_stored_weights
 from weft.models.spec import ModelSpec
 
@@ -50,12 +50,13 @@ def spec_from_config(config: Mapping[str, Any], max_model_len: int | None = None
     family, read = found
     spec = read(reader, max_model_len)
     spec = replace(spec, family=family.name, stored_weights=read_stored_weights(reader))
+    spec = replace(spec, sigmoid_scores=read_activation(reader))
+    if head == "score":
+        _check_labels(reader)
     reader.finish()
     _check_experts(reader, spec)
     if head != "tokens":
         spec = without_head(spec, head)
-    if head == "score":
-        _check_labels(reader)
     return _without_idle_windows(spec, max(spec.max_position_embeddings, max_model_len or 0))
 
 
