@@ -13,9 +13,8 @@ from huggingface_hub.utils import filter_repo_objects
 
 import pooled
 from weft import LLM
-from weft.api.errors import UnsuitableModelError
 from weft.core.config import EngineConfig
-from weft.core.errors import ConfigError, UnsupportedModelError, WeftError
+from weft.core.errors import ConfigError, UnsuitableModelError, UnsupportedModelError, WeftError
 from weft.core.types import NEUTRAL, Request, SamplingParams
 from weft.engine.model import find_model
 from weft.models.hub import ALLOWED, IGNORED
@@ -87,6 +86,20 @@ def test_vectors_keep_their_length_without_a_module_that_normalises(tmp_path, ar
         pooling = llm.served.pooling
     np.testing.assert_allclose(vector, states(model, [ids])[0], rtol=1e-4, atol=1e-4)
     assert (pooling.unit, pooling.generates, pooling.scoring) == (False, False, "similarity")
+
+
+def test_prompts_of_the_checkpoint_go_before_texts(tmp_path):
+    model = pooled.model()
+    folder = pooled.save_embedding(model, tmp_path / "prompts", default_prompt="query")
+    led = pooled.PROMPTS["query"] + QUERY
+    with LLM.in_process(folder, **SETTINGS) as llm:
+        [default], [named] = llm.embed(QUERY), llm.embed([QUERY], "query")
+        [bare], [same] = llm.embed(QUERY, "document"), llm.embed(led, "document")
+        with pytest.raises(WeftError, match="'passage'; its prompts: 'query', 'document'"):
+            llm.embed(QUERY, "passage")
+    assert np.array_equal(default, named)
+    assert np.array_equal(default, same)
+    assert not np.allclose(default, bare, atol=1e-3)
 
 
 def test_a_model_without_modules_embeds_and_generates_but_does_not_score(tmp_path):
@@ -204,7 +217,7 @@ def test_scores_from_python(tmp_path):
         found = llm.score(QUERY, DOCUMENTS)
         with pytest.raises(UnsuitableModelError, match="has no embeddings"):
             llm.embed([QUERY])
-        with pytest.raises(WeftError, match="generates no text; it gives scores by a"):
+        with pytest.raises(WeftError, match="generates no text: it is served for scores"):
             llm.generate([QUERY])
         with pytest.raises(WeftError, match="list of documents is empty"):
             llm.score(QUERY, [])

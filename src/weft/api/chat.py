@@ -12,7 +12,6 @@ from weft.api.jobs import Builder, Job, new_id, now
 from weft.api.rules import Notes
 from weft.api.sampling import (
     build_sampling,
-    check_generates,
     check_max_tokens,
     check_model,
     first_seed,
@@ -47,7 +46,7 @@ def chat_job(body: ChatBody, builder: Builder, notes: Notes | None = None) -> Jo
     notes = Notes() if notes is None else notes
     body = with_most_logprobs(body, notes)
     model = check_model(body.model, card)
-    check_generates(model, card)
+    card.pooling.check_generates(model)
     max_tokens, limit_name = _max_tokens(body)
     n = body.n or 1
     builder.check_count(1, n)

@@ -11,7 +11,6 @@ from weft.api.jobs import Builder, Job, new_id, now
 from weft.api.rules import Notes
 from weft.api.sampling import (
     build_sampling,
-    check_generates,
     check_max_tokens,
     check_model,
     first_seed,
@@ -45,7 +44,7 @@ def completion_job(body: CompletionBody, builder: Builder, notes: Notes | None =
     notes = Notes() if notes is None else notes
     body = with_most_logprobs(body, notes)
     model = check_model(body.model, card)
-    check_generates(model, card)
+    card.pooling.check_generates(model)
     check_max_tokens(body.max_tokens, "max_tokens", 0)
     _, tier = builder.classes.choose(body.service_tier, body.priority)
     prompts = prompts_of(body.prompt, "prompt")

@@ -15,13 +15,12 @@ from weft.api.bodies import KEPT_ELSEWHERE, Name, Prompts
 from weft.api.card import ModelCard
 from weft.api.choices import ended_badly
 from weft.api.completions import Prompt, check_ids, prompts_of
-from weft.api.errors import UnsuitableModelError, UnsupportedParameterError
+from weft.api.errors import UnsupportedParameterError
 from weft.api.jobs import Builder, Job, new_id, now
 from weft.api.rules import NULL, Refused
 from weft.api.sampling import check_model, fit_context, truncated
 from weft.core.errors import InvariantError, ParameterError
 from weft.core.plan import Update
-from weft.core.pooling import Pooling
 from weft.core.types import NEUTRAL, FinishReason, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ def embedding_job(body: EmbeddingBody, builder: Builder) -> Job:
         raise ParameterError(
             f"There are {len(inputs)} inputs; one request may have {MAX_INPUTS}.", param="input"
         )
-    check_embeds(model, card.pooling)
+    card.pooling.check_embeds(model)
     _check_normalize(body, card)
     inputs = _with_prompt(inputs, body.prompt_name, card)
     builder.check_texts([text for text in inputs if isinstance(text, str)], "input")
@@ -179,15 +178,6 @@ def shortened(
     return (vector / (np.linalg.norm(vector) or 1.0)).astype("<f4")
 
 
-def check_embeds(model: str, pooling: Pooling) -> None:
-    """Raise UnsuitableModelError if a model has no vectors."""
-    if not pooling.embeds:
-        raise UnsuitableModelError(
-            f"The model '{model}' scores pairs of texts and has no embeddings; ask /v1/rerank or "
-            "/v1/score."
-        )
-
-
 def _check_normalize(body: EmbeddingBody, card: ModelCard) -> None:
     if body.normalize is False and card.pooling.unit:
         raise UnsupportedParameterError("normalize", " The vectors of this model have length 1.")
@@ -199,17 +189,11 @@ def _with_prompt(inputs: list[Prompt], name: str | None, card: ModelCard) -> lis
     Raises:
         ParameterError: there is no such prompt, or inputs are token ids.
     """
-    prompts = card.pooling.prompts
-    if name is not None and name not in prompts:
-        known = ", ".join(f"'{one}'" for one in prompts) or "none"
-        raise ParameterError(
-            f"This model has no prompt '{name[:200]}'; its prompts: {known}.", param="prompt_name"
-        )
+    before = card.pooling.prompt(name)
     if name is not None and not all(isinstance(text, str) for text in inputs):
         raise ParameterError(
             "A prompt goes before texts, not before token ids.", param="prompt_name"
         )
-    before = prompts.get(card.pooling.default_prompt if name is None else name, "")
     return [before + text if isinstance(text, str) and text else text for text in inputs]
 
 

@@ -57,16 +57,6 @@ class UnknownModelError(WeftError):
     code = "model_not_found"
 
 
-class UnsuitableModelError(WeftError):
-    """The served model cannot do what the endpoint is for."""
-
-    http_status = 400
-    code = "unsuitable_model"
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, param="model")
-
-
 class DeadlineExceededError(WeftError):
     """The time that a request had is over."""
 

@@ -11,7 +11,7 @@ import msgspec
 
 from weft.api.bodies import SAME_NAME, ChatBody, CompletionBody
 from weft.api.card import ModelCard
-from weft.api.errors import UnknownModelError, UnsuitableModelError
+from weft.api.errors import UnknownModelError
 from weft.api.rules import Notes
 from weft.core.errors import ParameterError, PromptTooLongError
 from weft.core.types import MAX_LOGPROBS, MAX_SEED, NEUTRAL, SamplingParams
@@ -39,16 +39,6 @@ def check_model(name: str | None, card: ModelCard) -> str:
             param="model",
         )
     return name
-
-
-def check_generates(name: str, card: ModelCard) -> None:
-    """Raise UnsuitableModelError if a model has no output head."""
-    if not card.pooling.generates:
-        rest = "/v1/rerank or /v1/score"
-        raise UnsuitableModelError(
-            f"The model '{name[:200]}' generates no text: it is served for "
-            f"{card.pooling.describe()}. Ask {'/v1/embeddings, ' * card.pooling.embeds}{rest}."
-        )
 
 
 def build_sampling(

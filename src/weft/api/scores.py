@@ -16,12 +16,11 @@ from typing import Any, Literal
 import orjson
 
 from weft.api.embeddings import VectorCollector
-from weft.api.errors import UnsuitableModelError
 from weft.api.jobs import Builder, Job, new_id, now
 from weft.api.rules import Notes
 from weft.api.sampling import check_model, fit_context, truncated
 from weft.api.score_bodies import RankedDocument, RerankBody, ScoreBody, ScoringBody, TextsBody
-from weft.core.errors import ParameterError, PromptTooLongError
+from weft.core.errors import ParameterError, PromptTooLongError, UnsuitableModelError
 from weft.core.plan import Update
 from weft.core.types import NEUTRAL, Request, SamplingParams
 from weft.text import Tokenizer
@@ -201,13 +200,8 @@ def _job(
     """A job for pairs of texts, each of the left ones or the only one with one of the right."""
     card = builder.card
     model = check_model(body.model, card)
+    card.pooling.check_scores(model)
     scoring = card.pooling.scoring
-    if not scoring:
-        raise UnsuitableModelError(
-            f"The model '{model}' cannot score pairs of texts: it is neither a reranker nor an "
-            "embedding model. Started with --scoring yes-no or --scoring similarity, the server "
-            "has it score all the same."
-        )
     _check_body(body)
     rank, _ = builder.classes.choose(body.service_tier, body.priority)
     wish = body.use_activation if body.activation is None else body.activation
@@ -276,7 +270,8 @@ def _answers(tokenizer: Tokenizer) -> tuple[int, int]:
     if len(yes) != 1 or len(no) != 1:
         raise UnsuitableModelError(
             "This model cannot answer yes or no with one token: its tokeniser has none for "
-            f"'{'yes' if len(yes) != 1 else 'no'}'."
+            f"'{'yes' if len(yes) != 1 else 'no'}'.",
+            param="model",
         )
     return yes[0], no[0]
 

@@ -93,6 +93,13 @@ class RendererDeadError(WeftError):
     retry_after_s = 1
 
 
+class UnsuitableModelError(WeftError):
+    """The model cannot do what is asked for: it has no output head, no vectors, or no scores."""
+
+    http_status = 400
+    code = "unsuitable_model"
+
+
 class GrammarError(ParameterError):
     """A schema, expression or grammar is wrong, too costly, or cannot be guaranteed."""
 

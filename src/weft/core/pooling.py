@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from weft.core.errors import ConfigError
+from weft.core.errors import ConfigError, ParameterError, UnsuitableModelError
 
 SCORINGS = ("yes-no", "similarity")
 
@@ -63,6 +63,49 @@ class Pooling:
         """The same after a passage through JSON."""
         answers = values["answers"]
         return cls(**{**values, "answers": None if answers is None else tuple(answers)})
+
+    def check_generates(self, model: str) -> None:
+        """Raise UnsuitableModelError if a model has no output head."""
+        if not self.generates:
+            rest = "/v1/rerank or /v1/score"
+            raise UnsuitableModelError(
+                f"The model '{model}' generates no text: it is served for {self.describe()}. "
+                f"Ask {'/v1/embeddings, ' * self.embeds}{rest}.",
+                param="model",
+            )
+
+    def check_embeds(self, model: str) -> None:
+        """Raise UnsuitableModelError if a model has no vectors."""
+        if not self.embeds:
+            raise UnsuitableModelError(
+                f"The model '{model}' scores pairs of texts and has no embeddings; ask /v1/rerank "
+                "or /v1/score.",
+                param="model",
+            )
+
+    def check_scores(self, model: str) -> None:
+        """Raise UnsuitableModelError if a model cannot score pairs of texts."""
+        if not self.scoring:
+            raise UnsuitableModelError(
+                f"The model '{model}' cannot score pairs of texts: it is neither a reranker nor an "
+                "embedding model. Started with --scoring yes-no or --scoring similarity, the "
+                "server has it score all the same.",
+                param="model",
+            )
+
+    def prompt(self, name: str | None = None) -> str:
+        """The text that goes before an input: that of a name, or the default one, if there is any.
+
+        Raises:
+            ParameterError: there is no prompt of that name.
+        """
+        if name is not None and name not in self.prompts:
+            known = ", ".join(f"'{one}'" for one in self.prompts) or "none"
+            raise ParameterError(
+                f"This model has no prompt '{name[:200]}'; its prompts: {known}.",
+                param="prompt_name",
+            )
+        return self.prompts.get(self.default_prompt if name is None else name, "")
 
     def describe(self) -> str:
         """What the model is served for, as a phrase."""

@@ -314,10 +314,16 @@ class LLM:
             self._chat_template = ChatTemplate.load(Path(self.served.folder), file=file)
         return self._chat_template
 
-    def embed(self, prompts: Prompt | Seq[Prompt]) -> list[NDArray[np.float32]]:
+    def embed(
+        self, prompts: Prompt | Seq[Prompt], prompt_name: str | None = None
+    ) -> list[NDArray[np.float32]]:
         """Return a vector [hidden size] for each prompt, of length one if the checkpoint says so.
 
         It is the hidden state of the last token after the final norm, which has seen all others.
+
+        Args:
+            prompt_name: of the checkpoint's prompts the one that goes before each text; None: its
+                default one, if it has any.
 
         Raises:
             UnsuitableModelError: the model has no vectors.
@@ -326,13 +332,13 @@ class LLM:
         """
         import numpy as np
 
-        from weft.api.embeddings import check_embeds
-
-        check_embeds(self.served.name, self.served.pooling)
+        self.served.pooling.check_embeds(self.served.name)
         sampling = SamplingParams(max_tokens=1, seed=0).with_defaults({})
+        before = self.served.pooling.prompt(prompt_name)
+        given = [before + one if isinstance(one, str) else one for one in _prompt_list(prompts)]
         requests = [
             Request(next(self._ids), tuple(self.check_prompt(prompt)), sampling, embed=True)
-            for prompt in _prompt_list(prompts)
+            for prompt in given
         ]
         vectors: dict[int, NDArray[np.float32]] = {}
         for update in self._updates(requests):
@@ -392,6 +398,7 @@ class LLM:
 
     def _assemblies(self, prompts: Seq[Prompt], params: Seq[SamplingParams]) -> list[_Assembly]:
         """Check everything first, so that an invalid prompt starts nothing and counts nothing."""
+        self.served.pooling.check_generates(self.served.name)
         ids = [self.check_prompt(prompt) for prompt in prompts]
         for each in params:
             each.check_vocabulary(self.served.vocab_size)
@@ -401,10 +408,6 @@ class LLM:
         ]
 
     def _assembly(self, prompt: Prompt, ids: list[int], params: SamplingParams) -> _Assembly:
-        if not self.served.pooling.generates:
-            raise ParameterError(
-                f"This model generates no text; it gives {self.served.pooling.describe()}."
-            )
         sampling = params.with_defaults(self.served.sampling_defaults)
         number = next(self._ids)
         if sampling.seed is None:
