@@ -32,7 +32,10 @@ def chat(builder: Builder, notes: Notes | None = None, **fields: Any) -> Job:
 def thinking(builder: Builder) -> Builder:
     """The packaged model's builder, as if its turns could think."""
     return Builder(
-        builder.tokenizer, builder.chat_template, builder.card, dialect=Dialect("hermes", "think")
+        builder.tokenizer,
+        builder.chat_template,
+        builder.card,
+        dialect=Dialect.named("hermes", "think"),
     )
 
 

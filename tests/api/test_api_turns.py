@@ -30,7 +30,10 @@ SCHEMA = {"type": "object", "properties": {"at": {}}}
 def thinking(builder):
     """The packaged model's builder, as if its turns could think."""
     return Builder(
-        builder.tokenizer, builder.chat_template, builder.card, dialect=Dialect("hermes", "think")
+        builder.tokenizer,
+        builder.chat_template,
+        builder.card,
+        dialect=Dialect.named("hermes", "think"),
     )
 
 

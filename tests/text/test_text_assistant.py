@@ -16,9 +16,10 @@ from weft.text.assistant import (
     ToolArguments,
     ToolCall,
 )
-from weft.text.dialect import Dialect, Reading, choose_dialect
+from weft.text.detect import choose_dialect
+from weft.text.dialect import Dialect, Reading
 
-NAMES = frozenset({"get_weather", "add"})
+NAMES: dict = {"get_weather": {}, "add": {}}
 WEATHER = '{"city": "P\\"a}r{is", "days": [1, 2, {"x": "]"}]}'
 
 
@@ -54,9 +55,9 @@ def call(index: int, name: str, arguments: str) -> list[tuple[str, ...]]:
     return [("call", str(index), name), (f"ToolArguments{index}", arguments)]
 
 
-HERMES = Dialect("hermes", "think")
-LLAMA = Dialect("llama3")
-MISTRAL = Dialect("mistral", "mistral")
+HERMES = Dialect.named("hermes", "think")
+LLAMA = Dialect.named("llama3")
+MISTRAL = Dialect.named("mistral", "mistral")
 TURNS = [
     (
         HERMES,
@@ -181,7 +182,7 @@ FORCED = [
     (HERMES, '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'),
     (LLAMA, '{"name": "add", "parameters": {"a": 1}}; '),
     (MISTRAL, '[TOOL_CALLS]add[ARGS]{"a": 1}'),
-    (Dialect("mistral"), '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]'),
+    (Dialect.named("mistral"), '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]'),
 ]
 
 
@@ -280,13 +281,14 @@ def template(text: str) -> ChatTemplate:
 
 def test_dialects_are_read_off_templates():
     qwen = template("{% if tools %}<tool_call>{% endif %}{{ '</think>' }}")
-    assert choose_dialect(qwen) == Dialect("hermes", "think")
+    assert choose_dialect(qwen) == Dialect.named("hermes", "think")
     assert choose_dialect(qwen, "none", "none") == Dialect()
-    assert choose_dialect(qwen, "mistral") == Dialect("mistral", "think")
+    assert choose_dialect(qwen, "mistral") == Dialect.named("mistral", "think")
     coder = template("{% if tools %}<tool_call>\n<function=f>{% endif %}")
-    assert choose_dialect(coder) == Dialect()
+    assert choose_dialect(coder) == Dialect.named("qwen3-coder")
     llama = template("{% if tools %}<|start_header_id|>{% endif %}")
-    assert choose_dialect(llama) == Dialect("llama3")
+    assert choose_dialect(llama) == Dialect.named("llama3")
     assert choose_dialect(template("<|start_header_id|>")) == Dialect()
-    assert choose_dialect(template("{% if tools %}[AVAILABLE_TOOLS]{% endif %}")).tools == "mistral"
+    mistral = template("{% if tools %}[AVAILABLE_TOOLS]{% endif %}")
+    assert choose_dialect(mistral) == Dialect.named("mistral")
     assert choose_dialect(None) == Dialect()

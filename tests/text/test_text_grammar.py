@@ -402,7 +402,7 @@ def test_markers_that_are_control_tokens(builtin):
     reference.add_special_tokens(["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"])
     mistral = Tokenizer(reference, {})
     checks = taker(mistral, mistral.vocab_size)
-    dialect = Dialect("mistral", "mistral")
+    dialect = Dialect.named("mistral", "mistral")
     assert len(dialect.marker_ids(mistral, calls=True)) == 4
     assert len(dialect.marker_ids(mistral, calls=False)) == 2
     call = '[TOOL_CALLS]add[ARGS]{"a": 1}'
@@ -510,7 +510,7 @@ def test_turns_of_calls(builtin, takes, family):
     prose = "Let me see."
 
     def allowed(**settings) -> list[bool]:
-        grammar = turn_grammar(Dialect(family), builtin, [ADD, NOW], **settings)
+        grammar = turn_grammar(Dialect.named(family), builtin, [ADD, NOW], **settings)
         return [takes(grammar, text) for text in (one, two, wrong, prose, "7")]
 
     assert allowed(forced=True) == [True, True, False, False, False]
@@ -518,16 +518,16 @@ def test_turns_of_calls(builtin, takes, family):
     assert allowed() == [True, True, False, True, True]
     assert allowed(body=schema({"const": 7})) == [True, True, False, False, True]
     if family != "llama3":
-        assert takes(turn_grammar(Dialect(family), builtin, [ADD, NOW]), prose + one)
+        assert takes(turn_grammar(Dialect.named(family), builtin, [ADD, NOW]), prose + one)
 
 
 def test_reasoning_may_come_before_what_is_asked_for(builtin, takes):
     body = schema({"const": 7})
-    grammar = turn_grammar(Dialect(None, "think"), builtin, body=body)
+    grammar = turn_grammar(Dialect.named(None, "think"), builtin, body=body)
     assert takes(grammar, "7")
     assert takes(grammar, "<think>Well, {8?}</think>\n\n7")
     assert not takes(grammar, "<think>Well</think>\n\n8")
-    opened = turn_grammar(Dialect(None, "think"), builtin, body=body, opened=True)
+    opened = turn_grammar(Dialect.named(None, "think"), builtin, body=body, opened=True)
     assert takes(opened, "Well</think>7")
     assert not takes(opened, "7")
 
@@ -544,7 +544,7 @@ def qwen(builtin) -> Tokenizer:
 def test_markers_that_are_tokens_but_not_special(qwen):
     checks = taker(qwen, qwen.vocab_size)
     call = CALLS["hermes"][0]
-    dialect = Dialect("hermes", "think")
+    dialect = Dialect.named("hermes", "think")
     forced = turn_grammar(dialect, qwen, [ADD, NOW], forced=True)
     assert checks(forced, call)
     assert checks(forced, f"<think>Hm</think>\n\n{call}")
@@ -603,12 +603,14 @@ def longest(tokenizer: Tokenizer, grammar: str, say: str, start: str = "") -> st
 def test_a_thinking_budget_ends_reasoning_by_its_marker(request, kind, opened, budget):
     tokenizer = request.getfixturevalue(kind)
     start = "" if opened else "<think>"
-    dialect = Dialect("hermes", "think")
+    dialect = Dialect.named("hermes", "think")
     settings = {"opened": opened, "thinking_budget": budget}
     thought = f"{start}{' the' * budget}</think>"
     for grammar in (
         turn_grammar(dialect, tokenizer, body=schema({"const": 7}), **settings),
-        turn_grammar(Dialect(None, "think"), tokenizer, body=schema({"const": 7}), **settings),
+        turn_grammar(
+            Dialect.named(None, "think"), tokenizer, body=schema({"const": 7}), **settings
+        ),
     ):
         assert longest(tokenizer, grammar, " the", start) == f"{thought}7"
     forced = turn_grammar(dialect, tokenizer, [NOW], forced=True, **settings)
@@ -625,7 +627,7 @@ def test_a_thinking_budget_ends_reasoning_by_its_marker(request, kind, opened, b
 def test_reasoning_within_its_budget_ends_where_the_model_ends_it(request, kind):
     tokenizer = request.getfixturevalue(kind)
     checks = taker(tokenizer, tokenizer.vocab_size)
-    dialect = Dialect("hermes", "think")
+    dialect = Dialect.named("hermes", "think")
     free = turn_grammar(dialect, tokenizer, [NOW], thinking_budget=9)
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     for answer in ("Yes. <b>2 < 3</b>", call, f"I look.{call}"):
@@ -634,7 +636,7 @@ def test_reasoning_within_its_budget_ends_where_the_model_ends_it(request, kind)
     assert not checks(free, "<think> a b c d e f g h i j k")
     assert not checks(free, " <think> a b c d e f g h i j k")
     for family, (one, _, wrong) in CALLS.items():
-        dialect = Dialect(family, "think")
+        dialect = Dialect.named(family, "think")
         settings = {"body": schema({"const": 7}), "thinking_budget": 9}
         body = turn_grammar(dialect, tokenizer, [ADD, NOW], **settings)
         for thought in ("", "<think>Hm.</think>"):

@@ -120,7 +120,7 @@ def _effort(effort: str, builder: Builder, notes: Notes) -> dict[str, Any]:
         return {}
     assert builder.chat_template is not None
     if "reasoning_effort" in builder.chat_template.variables:
-        return {"reasoning_effort": effort}
+        return {"reasoning_effort": builder.dialect.effort(effort)}
     return {"enable_thinking": effort != "none"}
 
 
@@ -154,12 +154,12 @@ def _echoed(body: ChatBody) -> tuple[str, ...] | None:
 
 def _reading(body: ChatBody, tools: Tools | None, prompt: Seq[int], builder: Builder) -> Reading:
     dialect = builder.dialect
-    names = None if tools is None else frozenset(tools.names)
+    schemas = None if tools is None else tools.schemas()
     return Reading(
         dialect,
-        names,
+        schemas,
         opened=dialect.opens_reasoning(prompt, builder.tokenizer),
-        markers=dialect.marker_ids(builder.tokenizer, calls=names is not None),
+        markers=dialect.marker_ids(builder.tokenizer, calls=schemas is not None),
         with_reasoning=body.include_reasoning is not False,
         forced=tools is not None and tools.forced,
     )

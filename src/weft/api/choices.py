@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from weft.api.errors import CancelledError
 from weft.api.jobs import Job
@@ -13,6 +13,7 @@ from weft.core.types import FinishReason, Request, TokenLogprob
 from weft.text import TextStream, Tokenizer
 from weft.text.assistant import Content, Event, Reasoning, ToolArguments, ToolCall
 from weft.text.customcalls import CustomCalls
+from weft.text.forms import MARK
 
 
 @dataclass(slots=True)
@@ -89,7 +90,7 @@ class Choice:
             sampling.stop,
             include_stop=sampling.include_stop,
             skip_special_tokens=sampling.skip_special_tokens,
-            shown=reading.markers if reading is not None else frozenset(),
+            markers=reading.markers if reading is not None else None,
             after=request.prompt if job.endpoint == "completion" else (),
         )
 
@@ -164,7 +165,7 @@ class Choice:
             return None
         first, self.started = not self.started, True
         events = self._events(text, finish)
-        return ChoiceDelta(self, text, events, tokens, logprobs, first, finish)
+        return ChoiceDelta(self, text.replace(MARK, ""), events, tokens, logprobs, first, finish)
 
     def _events(self, text: str, finish: str | None) -> list[Event]:
         if self._parser is None:
@@ -172,12 +173,20 @@ class Choice:
         events = self._parser.push(text)
         if finish is not None:
             events += self._parser.flush(cut=finish == "length")
+        events = [_unmarked(event) for event in events]
         if self._custom is not None:
             events = self._custom.push(events, end=finish is not None)
         if not self._with_reasoning:
             events = [event for event in events if not isinstance(event, Reasoning)]
         self.called = self.called or any(isinstance(event, ToolCall) for event in events)
         return events
+
+
+def _unmarked(event: Event) -> Event:
+    """An event without what tells markers from text that spells them."""
+    if isinstance(event, ToolCall) or MARK not in event.text:
+        return event
+    return replace(event, text=event.text.replace(MARK, ""))
 
 
 def ended_badly(update: Update) -> WeftError:

@@ -18,7 +18,8 @@ from weft.api.errors import UnsupportedParameterError
 from weft.core.errors import ParameterError, PromptTooLongError, TemplateError, TokenizerError
 from weft.core.types import Request
 from weft.text import ChatTemplate, Tokenizer
-from weft.text.dialect import Dialect, Reading, choose_dialect
+from weft.text.detect import choose_dialect
+from weft.text.dialect import Dialect, Reading
 from weft.text.grammar import GrammarChecker
 from weft.text.renderer import Renderer
 
@@ -107,7 +108,9 @@ class Builder:
         self.chat_template = chat_template
         self.card = card
         self.limits = limits or ApiLimits()
-        self.dialect = choose_dialect(chat_template) if dialect is None else dialect
+        if dialect is None:
+            dialect = choose_dialect(chat_template, family=card.weights.family)
+        self.dialect = dialect
         self.classes = ClassRules(tuple(row.name for row in card.classes))
         self.grammars = GrammarChecker(tokenizer, card.vocab_size, card.eos_token_ids)
         self._numbers = itertools.count(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +16,14 @@ from weft.api.jobs import Builder
 from weft.api.rules import MAX_SHOWN_CHARS, NULL, Notes
 from weft.api.structured import Constraint, blaming, raw_text
 from weft.core.errors import ParameterError
-from weft.text.callgrammar import CallableFunction as GrammarFunction
+from weft.text.argumentgrammar import CallableFunction as GrammarFunction
 from weft.text.callgrammar import turn_grammar
 from weft.text.customcalls import PARAMETERS
 from weft.text.dialect import Reading
 from weft.text.grammar import (
     Whitespace,
     custom_grammar,
+    custom_schema,
     json_object_grammar,
     json_schema_grammar,
 )
@@ -83,6 +85,13 @@ class Tools:
     def custom(self) -> frozenset[str]:
         """Names of the tools that take a text."""
         return frozenset(one.function.name for one in self.offered if one.custom)
+
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """The schema of each function's arguments, by its name."""
+        return {
+            one.function.name: plain.get("parameters") or {}
+            for one, plain in zip(self.offered, map(_plain, self.offered), strict=True)
+        }
 
     def shown(self) -> list[dict[str, Any]]:
         """The tools as templates take them."""
@@ -196,11 +205,13 @@ def _for_grammar(tools: Tools, index: int, whitespace: Whitespace) -> GrammarFun
         return GrammarFunction(function.name, json_object_grammar(whitespace))
     if one.format is not None:
         with blaming(f"{one.path}.custom.format.grammar"):
-            grammar = {"syntax": one.format.syntax, "definition": one.format.definition}
-            return GrammarFunction(function.name, custom_grammar({"type": "grammar", **grammar}))
+            given = {"syntax": one.format.syntax, "definition": one.format.definition}
+            wanted = {"type": "grammar", **given}
+            return GrammarFunction(function.name, custom_grammar(wanted), custom_schema(wanted))
     with blaming(f"{one.path}.function.parameters"):
-        schema = NO_ARGUMENTS if function.parameters is NULL else raw_text(function.parameters)
-        return GrammarFunction(function.name, json_schema_grammar(schema, whitespace))
+        text = NO_ARGUMENTS if function.parameters is NULL else raw_text(function.parameters)
+        grammar = json_schema_grammar(text, whitespace)
+        return GrammarFunction(function.name, grammar, json.loads(text), whitespace)
 
 
 def _offered(tool: Tool, path: str, notes: Notes) -> Offered | None:

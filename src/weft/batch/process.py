@@ -52,7 +52,7 @@ from weft.core.served import ServedModel
 from weft.ring.client import RingClient
 from weft.ring.link import parse_ring
 from weft.text import Tokenizer
-from weft.text.dialect import choose_dialect
+from weft.text.detect import choose_dialect
 from weft.text.template import find_template
 
 EXIT_REFUSED = 3  # of a batch process that cannot work with these settings
@@ -169,7 +169,8 @@ def _builder(settings: Mapping[str, Any], served: ServedModel) -> Builder:
     limits = ApiLimits(
         settings["max_sequences"], settings["max_prompt_bytes"], settings["request_chat_template"]
     )
-    dialect = choose_dialect(template, settings["tool_parser"], settings["reasoning_parser"])
+    parsers = settings["tool_parser"], settings["reasoning_parser"]
+    dialect = choose_dialect(template, *parsers, card.weights.family)
     builder = Builder(tokenizer, template, card, limits, dialect)
     return builder.under(replace(builder.classes, default=BATCH_CLASS))  # which answers name
 

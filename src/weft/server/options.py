@@ -12,7 +12,7 @@ from weft.batch.webhook_settings import WebhookSettings
 from weft.core.errors import ConfigError
 from weft.core.settings import check_settings, config_errors, setting
 from weft.server.keyfile import read_keys
-from weft.text.dialect import REASONING_MARKERS, TOOL_PARSERS
+from weft.text.forms import CALL_FORMS, REASONING_FORMS
 
 _HOST_NAME = re.compile(r"\*|[A-Za-z0-9_.-]{1,253}|\[?[0-9A-Fa-f:.]{2,45}\]?")
 
@@ -231,14 +231,14 @@ class ServerOptions:
     tool_parser: str = setting(
         "str",
         "auto",
-        "format of the model's tool calls; auto detects it from the chat template",
-        choices=("auto", "none", *TOOL_PARSERS),
+        "form of the model's tool calls; auto finds it by tokeniser, chat template and model type",
+        choices=("auto", "none", *CALL_FORMS),
     )
     reasoning_parser: str = setting(
         "str",
         "auto",
-        "markers around the model's reasoning; auto detects them from the chat template",
-        choices=("auto", "none", *REASONING_MARKERS),
+        "markers around the model's reasoning; auto finds them by tokeniser and chat template",
+        choices=("auto", "none", *REASONING_FORMS),
     )
     tokenizer_threads: int = setting(
         "int", 2, "threads that tokenise long prompts beside the event loop", low=1, high=64

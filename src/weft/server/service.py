@@ -40,7 +40,7 @@ from weft.server.quota_board import QuotaBoard
 from weft.server.timer import JobTimer
 from weft.server.usage_store import UsageStore
 from weft.text import ChatTemplate, Tokenizer
-from weft.text.dialect import choose_dialect
+from weft.text.detect import choose_dialect
 
 TIMEOUT_HEADER = "X-Request-Timeout"
 LEAST_TIMEOUT_S = 0.001  # less is a mistake, and no time to answer anything in
@@ -81,7 +81,9 @@ class Service:
         self.options = options
         self.probe = probe
         self.accounts = accounts or Accounts(QuotaBoard.alone())
-        dialect = choose_dialect(chat_template, options.tool_parser, options.reasoning_parser)
+        dialect = choose_dialect(
+            chat_template, options.tool_parser, options.reasoning_parser, card.weights.family
+        )
         self.builder = Builder(tokenizer, chat_template, card, limits, dialect)
         self.texts = TokenTexts(tokenizer)
         self.metrics = Metrics(card.served_names[0], probe, prefixes, card.classes)

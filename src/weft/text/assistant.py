@@ -44,6 +44,8 @@ class ToolArguments:
     text: str
 
 
+PIECE_CHARS = 4096  # of text that are read at once: each step copies what is left
+
 Event = Content | Reasoning | ToolCall | ToolArguments
 Step = Callable[[list[Event]], bool]  # takes from a buffer; whether to go on with what is left
 
@@ -55,54 +57,6 @@ class TurnParser(Protocol):
     def flush(self, *, cut: bool = False) -> list[Event]: ...
 
 
-class AssistantParser:
-    """Takes reasoning out of a turn, then calls out of the rest; without parts all is content.
-
-    White space beside a marker belongs to the marker and is dropped. Text that may be the start of
-    a marker is held back until that is known.
-
-    Args:
-        forced: the turn is calls and nothing else, so that no other text of it is shown.
-    """
-
-    def __init__(
-        self,
-        reasoning: ReasoningParser | None = None,
-        calls: TurnParser | None = None,
-        *,
-        forced: bool = False,
-    ) -> None:
-        self._reasoning = reasoning
-        self._calls = calls
-        self._forced = forced
-
-    def push(self, text: str) -> list[Event]:
-        """Append text; return what is certain now."""
-        if self._reasoning is not None:
-            return self._pass_on(self._reasoning.push(text))
-        return self._pass_on([Content(text)] if text else [])
-
-    def flush(self, *, cut: bool = False) -> list[Event]:
-        """Return the rest when the turn has ended, or was ``cut`` before its end."""
-        events = self._pass_on(self._reasoning.flush()) if self._reasoning is not None else []
-        if self._calls is None:
-            return events
-        return events + self._shown(self._calls.flush(cut=cut or self._forced))
-
-    def _pass_on(self, events: list[Event]) -> list[Event]:
-        if self._calls is None:
-            return events
-        out: list[Event] = []
-        for event in events:
-            out += self._calls.push(event.text) if isinstance(event, Content) else [event]
-        return self._shown(out)
-
-    def _shown(self, events: list[Event]) -> list[Event]:
-        if not self._forced:
-            return events
-        return [event for event in events if not isinstance(event, Content)]
-
-
 class Stepwise:
     """Text that is read by one step after the other, however it is cut into pieces."""
 
@@ -112,10 +66,11 @@ class Stepwise:
 
     def push(self, text: str) -> list[Event]:
         """Append text; return what is certain now."""
-        self._buffer += text
         events: list[Event] = []
-        while self._buffer and self._step(events):
-            pass
+        for at in range(0, len(text), PIECE_CHARS):
+            self._buffer += text[at : at + PIECE_CHARS]
+            while self._buffer and self._step(events):
+                pass
         return events
 
     def _skip_space(self, then: Step) -> bool:
@@ -125,24 +80,57 @@ class Stepwise:
         return True
 
 
-class ReasoningParser(Stepwise):
-    """Reasoning at the start of a turn, between two markers.
+class AssistantParser(Stepwise):
+    """Takes reasoning out of the start of a turn, then calls out of the rest.
+
+    White space beside a marker belongs to the marker and is dropped. Text that may be the start of
+    a marker is held back until that is known. A call within open reasoning ends it; what only
+    looks like the start of one stays reasoning.
 
     Args:
+        reasoning: the markers around it; None where nothing is marked.
+        calls: reads what follows the reasoning.
+        thought: reads what is within the reasoning.
         opened: the prompt has ended with the opening marker, so that the turn starts inside.
+        forced: the turn is calls and nothing else, so that no other text of it is shown.
     """
 
-    def __init__(self, markers: tuple[str, str], *, opened: bool = False) -> None:
-        self._open, self._close = markers
-        super().__init__(self._after_open if opened else self._before)
+    def __init__(
+        self,
+        reasoning: tuple[str, str] | None,
+        calls: TurnParser,
+        thought: TurnParser,
+        *,
+        opened: bool = False,
+        forced: bool = False,
+    ) -> None:
+        self._open, self._close = reasoning or ("", "")
+        self._calls = calls
+        self._thought = thought
+        self._forced = forced
+        start = self._after_open if opened else self._before
+        super().__init__(self._outside if reasoning is None else start)
 
-    def flush(self) -> list[Event]:
-        """Return the text held back: it was no marker."""
-        held, self._buffer = self._buffer, ""
-        if not held:
-            return []
-        inside = self._step in (self._after_open, self._inside)
-        return [Reasoning(held) if inside else Content(held)]
+    def push(self, text: str) -> list[Event]:
+        """Append text; return what is certain now."""
+        return self._shown(super().push(text))
+
+    def flush(self, *, cut: bool = False) -> list[Event]:
+        """Return the rest when the turn has ended, or was ``cut`` before its end."""
+        cut = cut or self._forced
+        events: list[Event] = []
+        if self._step == self._inside:
+            self._think(self._buffer, events)
+            if self._step == self._inside:
+                events += map(_as_reasoning, self._thought.flush(cut=cut))
+        elif self._step == self._before:
+            events += self._calls.push(self._buffer)
+        return self._shown(events + self._calls.flush(cut=cut))
+
+    def _shown(self, events: list[Event]) -> list[Event]:
+        if not self._forced:
+            return events
+        return [event for event in events if not isinstance(event, Content)]
 
     def _before(self, _: list[Event]) -> bool:
         text = self._buffer.lstrip()
@@ -159,20 +147,40 @@ class ReasoningParser(Stepwise):
         return self._skip_space(self._inside)
 
     def _inside(self, events: list[Event]) -> bool:
-        before, marker, self._buffer = split_at(self._buffer, (self._close,))
-        if before:
-            events.append(Reasoning(before))
-        if marker:
-            self._step = self._after_close
-        return bool(marker)
+        at = self._buffer.find(self._close)
+        end = len(self._buffer) - overlap(self._buffer, self._close) if at < 0 else at
+        text, self._buffer = self._buffer[:end], self._buffer[end:]
+        self._think(text, events)
+        if self._step == self._outside:
+            return True
+        if at < 0:
+            return False
+        for event in self._thought.flush():
+            if isinstance(event, Content) and (rest := event.text.rstrip()):
+                events.append(Reasoning(rest))
+        self._buffer = self._buffer[len(self._close) :]
+        self._step = self._after_close
+        return True
+
+    def _think(self, text: str, events: list[Event]) -> None:
+        """Read reasoning, up to the call that ends it."""
+        for event in self._thought.push(text):
+            if isinstance(event, ToolCall) and self._step == self._inside:
+                self._calls = self._thought
+                self._step = self._outside
+            events.append(_as_reasoning(event) if self._step == self._inside else event)
 
     def _after_close(self, _: list[Event]) -> bool:
         return self._skip_space(self._outside)
 
     def _outside(self, events: list[Event]) -> bool:
-        events.append(Content(self._buffer))
+        events += self._calls.push(self._buffer)
         self._buffer = ""
         return False
+
+
+def _as_reasoning(event: Event) -> Event:
+    return Reasoning(event.text) if isinstance(event, Content) else event
 
 
 def split_at(text: str, markers: Sequence[str]) -> tuple[str, str, str]:
@@ -187,6 +195,6 @@ def split_at(text: str, markers: Sequence[str]) -> tuple[str, str, str]:
         before = text[:at].rstrip()
         end = at + len(marker)
         return before, text[len(before) : end], text[end:]
-    keep = max(overlap(text, marker) for marker in markers)
+    keep = max((overlap(text, marker) for marker in markers), default=0)
     before = text[: len(text) - keep].rstrip()
     return before, "", text[len(before) :]

@@ -1,31 +1,23 @@
-"""Grammars of whole turns: tool calls in a family's format, reasoning, or another body."""
+"""Grammars of whole turns: tool calls in a model's form, reasoning, or another body."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from weft.core.errors import GrammarError
-from weft.text.dialect import REASONING_MARKERS, TOOL_PARSERS, Dialect
+from weft.text.argumentgrammar import ANY, ArgumentRules, CallableFunction, Spell, until
+from weft.text.dialect import Dialect
+from weft.text.forms import CallForm
 from weft.text.grammar import quote
 from weft.text.tokenizer import Tokenizer
+from weft.text.toolcalls import MARKER
 
-_ANY = "/(?s:.*)/"
+__all__ = ["CallableFunction", "turn_grammar"]
 
-
-@dataclass(frozen=True, slots=True)
-class CallableFunction:
-    """A function that may be called.
-
-    Attributes:
-        arguments: grammar of its arguments.
-    """
-
-    name: str
-    arguments: str
+_NUMBER = "/[0-9]{1,3}/"
 
 
 def turn_grammar(
@@ -53,150 +45,175 @@ def turn_grammar(
             does without the character that begins it.
 
     Raises:
-        GrammarError: there are functions, but the model has no form of calls.
+        GrammarError: there are functions, but the model has no form of calls; or a schema cannot
+            be followed in the form.
     """
-    spell = _speller(tokenizer)
-    grammars: list[dict[str, Any]] = []
-    rules: list[str] = []
-    answer = "" if functions or body is not None else "TEXT"
-    if functions:
-        if dialect.tools is None:
-            raise GrammarError("no form of tool calls is known for this model")
-        grammars += [
-            _named(f"arguments_{i}", function.arguments) for i, function in enumerate(functions)
-        ]
-        answer = _CALLS[dialect.tools](
-            _Calls(functions, spell, rules, forced or body is not None, parallel)
-        )
+    if functions and dialect.tools is None:
+        raise GrammarError("no form of tool calls is known for this model")
+    turn = _Turn(dialect, tokenizer, functions, forced, parallel, body is not None)
     if body is not None and not forced:
-        grammars.append(_named("body", body))
-        answer = f"{answer} | @body" if answer else "@body"
-    start = _reasoning(dialect, spell, opened, thinking_budget, rules)
-    rules = [f"start: {start} answer" if start else "start: answer", f"answer: {answer}", *rules]
-    text = "\n".join(rules)
-    return json.dumps({"grammars": [{"lark_grammar": text}, *grammars]}, ensure_ascii=False)
+        turn.rules.add("body", body)
+    answer = turn.harmony() if dialect.harmony else turn.answer()
+    start = "" if dialect.harmony else turn.reasoning(opened, thinking_budget)
+    if dialect.harmony:
+        turn.channels(thinking_budget)
+    rules = [f"start: {start} answer", f"answer: {answer}", *turn.rules.lines]
+    grammars = [{"lark_grammar": "\n".join(rules)}, *turn.rules.grammars]
+    return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
 
-def _speller(tokenizer: Tokenizer) -> Callable[[str], str]:
-    """How a grammar spells a marker: by id if it is a control token, else as text."""
-    apart = {token.content: token.token_id for token in tokenizer.added_tokens if token.is_apart}
+def speller(tokenizer: Tokenizer) -> Spell:
+    """How a grammar spells markup: tokens by id, other text as it is, ``#`` as a number."""
 
-    def spell(marker: str) -> str:
-        return f"<[{apart[marker]}]>" if marker in apart else quote(marker)
+    def spell(text: str) -> str:
+        parts: list[str] = []
+        for piece in tokenizer.scanner.split(text):
+            if piece.token is not None and piece.token.is_apart:
+                parts.append(f"<[{piece.token.token_id}]>")
+                continue
+            for i, plain in enumerate(piece.text.split("#")):
+                parts += [_NUMBER] if i else []
+                parts += [quote(plain)] if plain else []
+        return " ".join(parts)
 
     return spell
 
 
-def _named(name: str, grammar: str) -> dict[str, Any]:
-    """The only grammar of a text, under a name by which others refer to it."""
-    (only,) = json.loads(grammar)["grammars"]
-    return {**only, "name": name}
-
-
-def _reasoning(
-    dialect: Dialect,
-    spell: Callable[[str], str],
-    opened: bool,
-    budget: int | None,
-    rules: list[str],
-) -> str:
-    """The rule for text before the answer; empty where the model marks no reasoning.
-
-    Adds the rules of reasoning, and ``TEXT``: what free text of the answer may be. Under a budget
-    it cannot open reasoning itself.
-    """
-    if dialect.reasoning is None:
-        rules.append(f"TEXT: {_ANY}")
-        return ""
-    start, end = REASONING_MARKERS[dialect.reasoning]
-    rules += [_until("thought", spell(end))] if budget is None else _within(budget, end, spell(end))
-    rules.append("SPACE: /[ \\n]{0,4}/")
-    if opened or budget is None:
-        rules.append(f"TEXT: {_ANY}")
-    else:
-        rules.append(f"TEXT: {_ANY} & ~OPENED\nOPENED: /\\s*/ {quote(start)} {_ANY}")
-    if opened:
-        return "thought SPACE"
-    rules.append(f"reasoning: {spell(start)} thought SPACE")
-    return "reasoning?"
-
-
-def _within(budget: int, end: str, marker: str) -> list[str]:
-    """Rules for reasoning of some tokens at most, up to its closing marker and with it."""
-    text = _ANY if marker.startswith("<[") else f"/[^{re.escape(end[0])}]*/"
-    return [f"thought: within {marker}", f"within[max_tokens={budget}]: WITHIN", f"WITHIN: {text}"]
-
-
-def _until(name: str, marker: str) -> str:
-    """A rule for any text up to a marker and with it."""
-    lazy = "" if marker.startswith("<[") else "[lazy]"
-    return f"{name}{lazy}: TEXT {marker}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Calls:
-    """The parts of a family's call format.
+@dataclass(slots=True)
+class _Turn:
+    """The parts of a turn's grammar.
 
     Attributes:
-        alone: nothing but calls; else text may stand before, between and after them.
+        has_body: a grammar for the answer is set, so that no free text may come.
     """
 
+    dialect: Dialect
+    tokenizer: Tokenizer
     functions: Sequence[CallableFunction]
-    spell: Callable[[str], str]
-    rules: list[str]
-    alone: bool
+    forced: bool
     parallel: bool
+    has_body: bool
+    spell: Spell = None  # type: ignore[assignment]
+    rules: ArgumentRules = None  # type: ignore[assignment]
+    form: CallForm | None = None
 
-    def item(self, before: str, after: str) -> str:
-        """The rule of one call: ``before`` has the place of its name."""
-        forms = [
-            f"{quote(before.replace('NAME', json.dumps(f.name)))} @arguments_{i} {quote(after)}"
-            for i, f in enumerate(self.functions)
-        ]
-        self.rules.append(f"item: {' | '.join(forms)}")
-        return "item"
+    def __post_init__(self) -> None:
+        self.spell = speller(self.tokenizer)
+        self.form = self._written()
+        self.rules = ArgumentRules(self.form or CallForm(), self.spell)
 
-    def many(self, one: str, between: str) -> str:
-        return f"{one} ({between} {one})*" if self.parallel else one
+    def _written(self) -> CallForm | None:
+        """The form to write: where its markers are no tokens of this model, another one."""
+        form = self.dialect.tools
+        if form is None or form.unmarked or form.body != "json" or not form.others:
+            return form
+        return form if self.spell(form.name[1]).startswith("<[") else form.others[0]
 
-    def marked(self, marker: str, rest: str, between: str, repeats: bool = True) -> str:
-        """Calls that each begin with a marker."""
-        many = self.parallel and repeats
-        if self.alone:
+    @property
+    def _alone(self) -> bool:
+        """Nothing but calls; else text may stand before, between and after them."""
+        return self.forced or self.has_body
+
+    def answer(self) -> str:
+        """The rule for what follows the reasoning."""
+        calls = self._calls() if self.functions else ""
+        if self.has_body and not self.forced:
+            return f"{calls} | @body" if calls else "@body"
+        return calls or "TEXT"
+
+    def _calls(self) -> str:
+        form, spell = self.form, self.spell
+        assert form is not None
+        marker = MARKER.match(form.opening)
+        first = marker[0] if marker and not form.unmarked else ""
+        between = spell(form.between)
+        if form.section[0]:
+            item = self.rules.items(self.functions, form.call[0])
+            many = f"{item} ({between} {item})*" if self.parallel else item
+            rest = f"{spell(form.section[0][len(first) :])} {many} {spell(form.section[1])}"
+            return self._marked(first, rest, "", repeats=False)
+        opening = form.call[0][len(first) :] if form.call[0] else ""
+        item = self.rules.items(self.functions, opening)
+        return self._marked(first, item, between, repeats=self.parallel)
+
+    def _marked(self, marker: str, rest: str, between: str, *, repeats: bool) -> str:
+        """Calls that each begin with a marker; without one, only at the start."""
+        form = self.form
+        assert form is not None
+        if self._alone or not marker:
             one = f"{self.spell(marker)} {rest}"
-            return f"{one} ({between} {one})*" if many else one
-        self.rules.append(_until("lead", self.spell(marker)))
-        return f"(lead {rest})* TEXT" if many else f"TEXT | lead {rest}"
+            calls = f"{one} ({between} {one})*" if repeats else one
+            if self._alone:
+                return calls
+            start = re.escape((form.section[0] or form.name[0])[0])
+            self.rules.lines.append(f"PLAIN: /[^{start}](?s:.*)/ & TEXT")
+            return f"{calls} | PLAIN"
+        self.rules.lines.append(until("lead", self.spell(marker)))
+        return f"(lead {rest})* TEXT" if repeats else f"TEXT | lead {rest}"
 
+    def reasoning(self, opened: bool, budget: int | None) -> str:
+        """The rule for text before the answer; empty where the model marks no reasoning.
 
-def _hermes(calls: _Calls) -> str:
-    (close,) = TOOL_PARSERS["hermes"].inner
-    item = calls.item('{"name": NAME, "arguments": ', "}")
-    return calls.marked("<tool_call>", f'"\\n" {item} "\\n" {calls.spell(close)}', '"\\n"')
+        Adds the rules of reasoning, and ``TEXT``: what free text of the answer may be. Under a
+        budget it cannot open reasoning itself.
+        """
+        lines, form = self.rules.lines, self.dialect.reasoning
+        if form is None:
+            lines.append(f"TEXT: {ANY}")
+            return ""
+        start, end = form.start.strip(), form.end.strip()
+        self._thought(end, budget)
+        lines.append("SPACE: /[ \\n]{0,4}/")
+        if opened or budget is None:
+            lines.append(f"TEXT: {ANY}")
+        else:
+            lines.append(f"TEXT: {ANY} & ~OPENED\nOPENED: /\\s*/ {quote(start)} {ANY}")
+        if opened:
+            return "thought SPACE"
+        lines.append(f"reasoning: {self.spell(start)} thought SPACE")
+        return "reasoning?"
 
+    def _thought(self, end: str, budget: int | None) -> None:
+        """The rule of reasoning up to its closing marker; a call cannot begin within it."""
+        lines, marker = self.rules.lines, self.spell(end)
+        form = self.form if self.functions else None
+        opening = None if form is None or form.unmarked else MARKER.match(form.opening)
+        calls = "" if opening is None else f" & ~CALLED\nCALLED: {ANY} {quote(opening[0])} {ANY}"
+        if budget is None:
+            lines.append(f"THOUGHT: {ANY}{calls}")
+            lines.append(until("thought", marker, "THOUGHT"))
+            return
+        text = ANY if marker.startswith("<[") else f"/[^{re.escape(end[0])}]*/"
+        lines.append(f"thought: within {marker}\nwithin[max_tokens={budget}]: WITHIN")
+        lines.append(f"WITHIN: {text}{calls}")
 
-def _llama3(calls: _Calls) -> str:
-    item = calls.many(calls.item('{"name": NAME, "parameters": ', "}"), '"; "')
-    if calls.alone:
-        return item
-    calls.rules.append("PLAIN: /[^{](?s:.*)/ & TEXT")
-    return f"{item} | PLAIN"
+    def harmony(self) -> str:
+        """The rule for a turn of messages: reasoning, then a call or the final message.
 
+        The end of a message ends the sequence, so there is one call at most.
+        """
+        spell = self.spell
+        final = f"{spell('<|channel|>final<|message|>')} {'@body' if self.has_body else 'TEXT'}"
+        calls = ""
+        if self.functions:
+            form = self.form
+            assert form is not None
+            calls = f"thinking {self.rules.items(self.functions, form.call[0], closed=False)}"
+        if self.forced:
+            return calls
+        return f"{calls} | thinking {final}" if calls else f"thinking {final}"
 
-def _mistral(calls: _Calls) -> str:
-    arguments = calls.spell("[ARGS]")
-    if arguments.startswith("<["):
-        forms = [
-            f"{quote(f.name)} {arguments} @arguments_{i}" for i, f in enumerate(calls.functions)
-        ]
-        calls.rules.append(f"item: {' | '.join(forms)}")
-        return calls.marked("[TOOL_CALLS]", "item", "")
-    item = calls.many(calls.item('{"name": NAME, "arguments": ', "}"), '", "')
-    return calls.marked("[TOOL_CALLS]", f'"[" {item} "]"', "", repeats=False)
-
-
-_CALLS: dict[str, Callable[[_Calls], str]] = {
-    "hermes": _hermes,
-    "llama3": _llama3,
-    "mistral": _mistral,
-}
+    def channels(self, budget: int | None) -> None:
+        """Rules for messages before the last one: reasoning, and what is said before a call."""
+        spell, lines = self.spell, self.rules.lines
+        self._thought("<|end|>", budget)
+        again = spell("<|start|>assistant")
+        said = (
+            "" if self._alone else f" ({spell('<|channel|>commentary<|message|>')} said {again})*"
+        )
+        lines.append(
+            f"thinking: ({spell('<|channel|>analysis<|message|>')} thought {again})?{said}"
+        )
+        if said:
+            lines.append(until("said", spell("<|end|>")))
+        lines.append(f"TEXT: {ANY}")

@@ -1,29 +1,24 @@
-"""A model's markup for reasoning and tool calls: detected from its chat template, or set."""
+"""A model's markup for reasoning and tool calls: what is set, or what its template writes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from weft.text.assistant import AssistantParser, ReasoningParser
-from weft.text.toolcalls import CallParser, HermesParser, Llama3Parser, MistralParser
+from weft.text.assistant import AssistantParser, TurnParser
+from weft.text.callbodies import Schemas
+from weft.text.forms import CALL_FORMS, EFFORTS, MARK, REASONING_FORMS, CallForm, ReasoningForm
+from weft.text.harmony import MARKERS as HARMONY_MARKERS
+from weft.text.harmony import HarmonyParser
+from weft.text.toolcalls import CallParser
 
 if TYPE_CHECKING:  # the settings of a server name its parsers; its supervisor has no tokeniser
-    from weft.text.template import ChatTemplate
     from weft.text.tokenizer import Tokenizer
 
-TOOL_PARSERS: Mapping[str, type[CallParser]] = {
-    "hermes": HermesParser,
-    "llama3": Llama3Parser,
-    "mistral": MistralParser,
-}
-REASONING_MARKERS: Mapping[str, tuple[str, str]] = {
-    "think": ("<think>", "</think>"),
-    "mistral": ("[THINK]", "[/THINK]"),
-}
-_OTHER_CALLS = ("<function=", "<arg_key>")  # inside <tool_call>, by Qwen3-Coder and GLM
 _OPENED_TOKENS = 16
+_LEVELS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,27 +26,56 @@ class Dialect:
     """The markup of one model.
 
     Attributes:
-        tools: a key of ``TOOL_PARSERS``, or None where no form of calls is known.
-        reasoning: a key of ``REASONING_MARKERS``, or None where nothing is marked.
+        tools: None where no form of calls is known.
+        reasoning: None where nothing is marked.
     """
 
-    tools: str | None = None
-    reasoning: str | None = None
+    tools: CallForm | None = None
+    reasoning: ReasoningForm | None = None
 
-    def marker_ids(self, tokenizer: Tokenizer, *, calls: bool) -> frozenset[int]:
-        """Control tokens that are markers: the text has to show them for a parser to see them."""
-        markers: tuple[str, ...] = REASONING_MARKERS.get(self.reasoning or "", ())
+    @classmethod
+    def named(cls, tools: str | None = None, reasoning: str | None = None) -> Dialect:
+        """The dialect of forms that have names."""
+        return cls(
+            None if tools is None else CALL_FORMS[tools],
+            None if reasoning is None else REASONING_FORMS[reasoning],
+        )
+
+    @property
+    def harmony(self) -> bool:
+        """Whether turns are messages on channels."""
+        calls = self.tools is not None and self.tools.body == "harmony"
+        return calls or (self.reasoning is not None and self.reasoning.harmony)
+
+    def effort(self, wanted: str) -> str:
+        """An effort of reasoning as the model's template knows it: harmony has three levels."""
+        return _LEVELS.get(wanted, wanted) if self.harmony and wanted not in EFFORTS else wanted
+
+    def texts(self, *, calls: bool) -> list[str]:
+        """All markup that a turn may have."""
+        found = list(HARMONY_MARKERS) if self.harmony else []
+        if self.reasoning is not None:
+            found += [self.reasoning.start, self.reasoning.end]
         if calls and self.tools is not None:
-            markers += TOOL_PARSERS[self.tools].markers + TOOL_PARSERS[self.tools].inner
-        ids = {tokenizer.reference.token_to_id(marker) for marker in markers}
-        return frozenset(i for i in ids if i is not None) & tokenizer.special_ids
+            found += self.tools.texts()
+        return found
+
+    def marker_ids(self, tokenizer: Tokenizer, *, calls: bool) -> dict[int, str]:
+        """Tokens that are markers, with their texts.
+
+        The text has to show them for a parser to see them, and to tell them from text that spells
+        them where grammars do, too.
+        """
+        pieces = [p for text in self.texts(calls=calls) for p in tokenizer.scanner.split(text)]
+        tokens = {piece.token for piece in pieces if piece.token is not None}
+        return {t.token_id: t.content for t in tokens if t.is_apart}
 
     def opens_reasoning(self, prompt: Sequence[int], tokenizer: Tokenizer) -> bool:
         """Whether a prompt has opened the reasoning already, so that the turn starts inside."""
-        if self.reasoning is None:
+        if self.reasoning is None or self.harmony:
             return False
         text = tokenizer.decode(prompt[-_OPENED_TOKENS:], skip_special_tokens=False)
-        return text.rstrip().endswith(REASONING_MARKERS[self.reasoning][0])
+        return text.rstrip().endswith(self.reasoning.start.rstrip())
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +83,17 @@ class Reading:
     """How to parse the text of one turn.
 
     Attributes:
-        tools: names of the functions that may be called; None looks for no calls.
+        tools: parameters of the functions that may be called, by name; None looks for no calls.
         opened: the prompt has opened the reasoning, so that the turn starts inside.
-        markers: control tokens that the text has to show.
+        markers: tokens that are markers, with their texts; ``MARK`` stands before each.
         with_reasoning: whether reasoning is part of the answer.
         forced: the answer is calls and nothing else.
     """
 
     dialect: Dialect
-    tools: frozenset[str] | None = None
+    tools: Schemas | None = None
     opened: bool = False
-    markers: frozenset[int] = frozenset()
+    markers: Mapping[int, str] = field(default_factory=dict)
     with_reasoning: bool = True
     forced: bool = False
 
@@ -78,44 +102,26 @@ class Reading:
         """Whether there is anything to find but content."""
         return self.dialect.reasoning is not None or self.tools is not None
 
-    def parser(self) -> AssistantParser:
+    def parser(self) -> TurnParser:
         """Return the parser of one turn."""
-        reasoning = calls = None
-        if self.dialect.reasoning is not None:
-            markers = REASONING_MARKERS[self.dialect.reasoning]
-            reasoning = ReasoningParser(markers, opened=self.opened)
-        if self.dialect.tools is not None and self.tools is not None:
-            calls = TOOL_PARSERS[self.dialect.tools](self.tools)
-        return AssistantParser(reasoning, calls, forced=self.forced)
+        form, reasoning = self.dialect.tools, self.dialect.reasoning
+        if self.tools is None:
+            form = None
+        tokens = frozenset(self.markers.values())
+        if self.dialect.harmony:
+            thinks = reasoning is not None
+            return HarmonyParser(form, tokens, thinks=thinks, forced=self.forced)
+        if form is not None:
+            form = form.rewritten(lambda text: marked(text, tokens))
+        calls = CallParser(form, self.tools)
+        if reasoning is None:
+            return AssistantParser(None, calls, calls, forced=self.forced)
+        around = (marked(reasoning.start, tokens).strip(), marked(reasoning.end, tokens).strip())
+        thought = CallParser(form, self.tools, unmarked=False)
+        return AssistantParser(around, calls, thought, opened=self.opened, forced=self.forced)
 
 
-def choose_dialect(
-    template: ChatTemplate | None, tool_parser: str = "auto", reasoning_parser: str = "auto"
-) -> Dialect:
-    """Return the dialect of a template, or what is set (a known name, or none) for ``auto``."""
-    text = "\0".join(template.sources.values()) if template is not None else ""
-    return Dialect(
-        _tools_of(text) if tool_parser == "auto" else _named(tool_parser),
-        _reasoning_of(text) if reasoning_parser == "auto" else _named(reasoning_parser),
-    )
-
-
-def _named(parser: str) -> str | None:
-    return None if parser == "none" else parser
-
-
-def _tools_of(text: str) -> str | None:
-    if "tools" not in text:
-        return None
-    if "[TOOL_CALLS]" in text or "[AVAILABLE_TOOLS]" in text:
-        return "mistral"
-    if "<tool_call>" in text:
-        return None if any(form in text for form in _OTHER_CALLS) else "hermes"
-    return "llama3" if "<|start_header_id|>" in text or "<|python_tag|>" in text else None
-
-
-def _reasoning_of(text: str) -> str | None:
-    for name, (_, close) in REASONING_MARKERS.items():
-        if close in text:
-            return name
-    return None
+def marked(text: str, tokens: Iterable[str]) -> str:
+    """A text with ``MARK`` before each token in it."""
+    pattern = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))
+    return re.sub(pattern, lambda found: MARK + found[0], text) if pattern else text

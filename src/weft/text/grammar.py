@@ -102,7 +102,12 @@ def lark_grammar(text: str) -> str:
 
 
 def custom_grammar(format: Mapping[str, Any] | None) -> str:
-    """``{"input": "..."}`` with a text as the format of a custom tool of OpenAI's API asks for.
+    """``{"input": "..."}`` for a custom tool of OpenAI's API; see `custom_schema`."""
+    return _json_grammar(json.dumps(custom_schema(format)), "compact")
+
+
+def custom_schema(format: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The schema of ``{"input": "..."}`` with a text as a custom tool of OpenAI's API wants it.
 
     Args:
         format: ``{"type": "text"}`` or None for any text; ``{"type": "grammar", "syntax": "regex"
@@ -118,17 +123,12 @@ def custom_grammar(format: Mapping[str, Any] | None) -> str:
         text["pattern"] = f"^(?:{_custom_pattern(given.get('grammar', given))})$"
     elif given.get("type") != "text":
         raise GrammarError("the type of the format must be 'text' or 'grammar'")
-    return _json_grammar(
-        json.dumps(
-            {
-                "type": "object",
-                "properties": {"input": text},
-                "required": ["input"],
-                "additionalProperties": False,
-            }
-        ),
-        "compact",
-    )
+    return {
+        "type": "object",
+        "properties": {"input": text},
+        "required": ["input"],
+        "additionalProperties": False,
+    }
 
 
 def _custom_pattern(given: Any) -> str:

@@ -56,6 +56,7 @@ class ChatTemplate:
     Attributes:
         sources: template text by name; "default", and perhaps "tool_use" for calls with tools.
         special_tokens: variables such as ``bos_token`` that templates see.
+        response_template: the tokeniser's own description of answers, as transformers 5 has it.
         variables: names that any of the templates reads.
         max_output_chars: `render` refuses to give more.
     """
@@ -65,6 +66,7 @@ class ChatTemplate:
         sources: Mapping[str, str],
         special_tokens: Mapping[str, str] | None = None,
         *,
+        response_template: Mapping[str, Any] | None = None,
         max_output_chars: int = MAX_OUTPUT_CHARS,
         renderer: Renderer | None = None,
     ) -> None:
@@ -80,6 +82,7 @@ class ChatTemplate:
         """
         self.sources = dict(sources)
         self.special_tokens = dict(special_tokens or {})
+        self.response_template = response_template
         self.max_output_chars = max_output_chars
         if "default" not in self.sources:
             raise TokenizerError(
@@ -118,7 +121,10 @@ class ChatTemplate:
         """
         folder = Path(folder)
         config = read_config(folder)
-        return cls(_find_sources(folder, config, file), named_tokens(config))
+        declared = config.get("response_template") if file is None else None
+        declared = declared if isinstance(declared, dict) else None
+        sources = _find_sources(folder, config, file)
+        return cls(sources, named_tokens(config), response_template=declared)
 
     def render(
         self,
