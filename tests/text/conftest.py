@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,6 +26,8 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from weft.text import Tokenizer as WeftTokenizer
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"

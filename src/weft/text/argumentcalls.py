@@ -255,7 +255,10 @@ class TaggedCall(ArgumentCall):
 
 
 class PythonCall(ArgumentCall):
-    """Keyword arguments with literals: ``name(key="value", other=[1, None])``."""
+    """Keyword arguments with literals: ``name(key="value", other=[1, None])``.
+
+    What is no literal is a string.
+    """
 
     def _first(self) -> bool:
         text = self._buffer.lstrip().removeprefix(",").lstrip() if self._count else None
@@ -273,7 +276,8 @@ class PythonCall(ArgumentCall):
             return len(text) > _MAX_KEY_CHARS and self._fail()
         if rest[0] != "=":
             return self._fail()
-        self._key, self._buffer = found[0], rest[1:]
+        self._open_value(found[0])
+        self._buffer = rest[1:]
         self._value: list[str] = []
         self._nested: list[str] = []
         self._quote = ""
@@ -305,12 +309,10 @@ class PythonCall(ArgumentCall):
         return True
 
     def _close_value(self, at: int) -> bool:
-        written = literal_json("".join(self._value) + self._buffer[:at])
-        if written is None:
-            return self._fail()
+        text = "".join(self._value) + self._buffer[:at]
         self._buffer = self._buffer[at:]
-        self._open_value(self._key)
-        self._out.append(written)
+        written = literal_json(text)
+        self._out.append(quoted(text.strip()) if written is None else written)
         self._step = self._first
         return True
 

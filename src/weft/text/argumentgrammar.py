@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.core.errors import GrammarError
-from weft.text.argumenttypes import resolve, schema_kinds
+from weft.text.argumenttypes import TEXT, resolve, schema_kinds
 from weft.text.forms import CallForm
 from weft.text.grammar import Whitespace, json_schema_grammar, quote
 from weft.text.patterns import check_pattern
@@ -59,6 +59,7 @@ class ArgumentRules:
         self.lines: list[str] = []
         self.grammars: list[dict[str, Any]] = []
         self._form, self._spell = form, spell
+        self._arguments_of: list[str] = []
         self._count = 0
         self._shared: dict[str, str] = {}  # rules by what they are for
         self._known: dict[str, str] = {}
@@ -72,20 +73,25 @@ class ArgumentRules:
         return f"@{name}"
 
     def items(
-        self, functions: Sequence[CallableFunction], opening: str, *, closed: bool = True
+        self,
+        functions: Sequence[CallableFunction],
+        opening: str,
+        name: str = "item",
+        *,
+        closed: bool = True,
     ) -> str:
-        """The rule of one call of any function, after the text that finds it."""
+        """Add the rule of one call of any function, after the text that opens it."""
         form, spell = self._form, self._spell
-        forms = []
-        for i, function in enumerate(functions):
-            name = function.name
-            if form.body == "object":
-                name = json.dumps(name)[1:-1]
-            head = [spell(opening + form.name[0]), quote(name), spell(form.name[1])]
+        if not self._arguments_of:
+            self._arguments_of = [self._arguments(i, one) for i, one in enumerate(functions)]
+        ways = []
+        for function, arguments in zip(functions, self._arguments_of, strict=True):
+            called = function.name if form.body != "object" else json.dumps(function.name)[1:-1]
+            head = [spell(opening + form.name[0]), quote(called), spell(form.name[1])]
             tail = [spell(form.arguments[1]), spell(form.call[1] if closed else "")]
-            forms.append(" ".join(filter(None, [*head, self._arguments(i, function), *tail])))
-        self.lines.append(f"item: {' | '.join(forms)}")
-        return "item"
+            ways.append(" ".join(filter(None, [*head, arguments, *tail])))
+        self.lines.append(f"{name}: {' | '.join(ways)}")
+        return name
 
     def _arguments(self, index: int, function: CallableFunction) -> str:
         if self._form.body not in ("tagged", "python", "bare"):
@@ -209,13 +215,17 @@ class ArgumentRules:
         form, spell = self._form, self._spell
         plain = {} if schema is True else schema
         kinds = schema_kinds(plain, self._root)
-        if kinds is not None and "string" not in kinds:
-            close = spell(form.json_key or form.key[1])
-            value = f"{spell(form.value[0])} {self._json(plain)} {spell(form.value[1])}"
-        else:
-            close = spell(form.key[1])
-            value = f"{spell(form.value[0])} {self._text(self._resolved(plain))}"
-        return f"{spell(form.key[0])} {quote(key)} {close} {value}"
+        start, end = form.value
+        ways = []
+        if kinds is None or "string" in kinds:
+            text = self._text(self._resolved(_part(plain, form.json_key, str)))
+            ways.append(f"{spell(form.key[1] + start)} {text}")
+        if kinds is None or "string" not in kinds or (form.json_key and len(kinds) > 1):
+            value = self._json(_part(plain, form.json_key, object))
+            if kinds is not None or form.json_key:
+                close = spell((form.json_key or form.key[1]) + start)
+                ways.append(f"{close} {value} {spell(end)}")
+        return f"{spell(form.key[0])} {quote(key)} ({' | '.join(ways)})"
 
     def _text(self, schema: Schema) -> str:
         """A raw text and what closes it."""
@@ -349,6 +359,26 @@ class ArgumentRules:
         if isinstance(value, (dict, list)):
             raise GrammarError("lists and objects in an 'enum' cannot be followed in this form")
         return quote(json.dumps(value))
+
+
+def _part(schema: Any, split: str, wanted: type) -> Any:
+    """The part of a schema that allows strings, or all but strings, where markup tells them."""
+    if not split or not isinstance(schema, dict):
+        return schema
+    texts = wanted is str
+    changed = dict(schema)
+    if isinstance(schema.get("type"), list):
+        kinds = [kind for kind in schema["type"] if (kind == "string") == texts]
+        changed["type"] = kinds[0] if len(kinds) == 1 else kinds
+    if isinstance(schema.get("enum"), list):
+        changed["enum"] = [v for v in schema["enum"] if isinstance(v, str) == texts]
+    for name in ("anyOf", "oneOf"):
+        if isinstance(schema.get(name), list):
+            options = [o for o in schema[name] if (schema_kinds(o, {}) == TEXT) == texts]
+            if len(options) == 1:
+                return {**{k: v for k, v in schema.items() if k != name}, **options[0]}
+            changed[name] = options
+    return changed
 
 
 def _searched(pattern: str) -> str:

@@ -129,7 +129,10 @@ class _Turn:
         between = spell(form.between)
         if form.section[0]:
             item = self.rules.items(self.functions, form.call[0])
-            many = f"{item} ({between} {item})*" if self.parallel else item
+            many = item
+            if self.parallel:  # what precedes a call is one text, told from the section's end
+                following = self.rules.items(self.functions, form.between + form.call[0], "next")
+                many = f"{item} {following}*"
             rest = f"{spell(form.section[0][len(first) :])} {many} {spell(form.section[1])}"
             return self._marked(first, rest, "", repeats=False)
         opening = form.call[0][len(first) :] if form.call[0] else ""

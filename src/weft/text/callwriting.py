@@ -31,7 +31,7 @@ def _arguments(form: CallForm, arguments: Mapping[str, Any]) -> str:
     if form.body == "tagged":
         return "".join(_tagged(form, key, value) for key, value in arguments.items())
     if form.body == "python":
-        return ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        return ", ".join(f"{key}={_literal(value)}" for key, value in arguments.items())
     if form.body == "bare":
         return _bare(form, arguments)
     return json.dumps(arguments, ensure_ascii=False)
@@ -42,6 +42,15 @@ def _tagged(form: CallForm, key: str, value: Any) -> str:
     close = form.key[1] if text or not form.json_key else form.json_key
     written = value if text else json.dumps(value, ensure_ascii=False)
     return f"{form.key[0]}{key}{close}{form.value[0]}{written}{form.value[1]}"
+
+
+def _literal(value: Any) -> str:
+    """A Python literal, its strings in the quotes that models write."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_literal(k)}: {_literal(v)}' for k, v in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_literal, value))}]"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
 def _bare(form: CallForm, value: Any) -> str:

@@ -27,6 +27,7 @@ _CALLS: Sequence[Call] = (
 )
 _ASKED, _THOUGHT, _ANSWER = "asked by the probe", "thought by the probe", "answered by the probe"
 _TOKEN = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
+_MARKER = re.compile(r"\s*[<\[]\S\S")
 _PYTHON_QUOTES = str.maketrans("'", '"')
 
 
@@ -224,7 +225,8 @@ def _rendered_calls(template: ChatTemplate) -> CallForm | None:
             return max(known, key=lambda pair: pair[0])[1]
         plain = _rendered(template, [{"role": "user", "content": _ASKED},
                                      {"role": "assistant", "content": _ANSWER}], calls)  # fmt: skip
-        found = derived_form(text, calls, plain.partition(_ANSWER)[2])
+        start, _, end = plain.partition(_ANSWER)
+        found = derived_form(text, calls, (start, end))
         if found is not None:
             return found
     return None
@@ -241,36 +243,31 @@ def _squeezed(text: str) -> str:
     return "".join(text.translate(_PYTHON_QUOTES).split())
 
 
-def derived_form(text: str, calls: Sequence[Call], end: str) -> CallForm | None:
+def derived_form(text: str, calls: Sequence[Call], around: tuple[str, str]) -> CallForm | None:
     """The form of two calls that a template has written, by what differs between them.
 
     Args:
         text: of the turn.
-        end: of a turn without calls.
+        around: what stands around the content of a turn without calls.
 
     Returns:
         None where the calls have no marker, or their arguments are in no known form.
     """
     if len(calls) < 2:
         return None
-    spans = [_span(text, call) for call in calls]
-    if None in spans or not spans:
+    first, second = (_span(text, call) for call in calls)
+    if first is None or second is None or first[2] > second[1]:
         return None
-    (form, a0, a1), (_, b0, b1) = (span for span in spans if span is not None)
-    if a1 > b0:
-        return None
-    before, middle, after = text[:a0], text[a1:b0], text[b1:].removesuffix(end)
+    form, start, end = first
+    before = text[len(_common_start(text[:start], around[0])) : start].lstrip()
+    middle, after = text[end : second[1]], text[second[2] :].removesuffix(around[1])
     opening = _common_end(before, middle)
-    closing = _common_end(middle[: len(middle) - len(opening)][::-1], after[::-1])[::-1]
+    opening = opening[len(opening) - len(opening.lstrip(">]")) :]  # of a token before it
+    closing = _common_start(middle[: len(middle) - len(opening)], after)
     between = middle[len(closing) : len(middle) - len(opening)]
     section = (before[: len(before) - len(opening)], after[len(closing) :])
-    first = _TOKEN.search(section[0] or opening)
-    if first is None:
+    if _MARKER.match(section[0] or opening) is None:
         return None
-    if section[0]:
-        section = (section[0][first.start() :], section[1])
-    else:
-        opening = opening[first.start() :]
     return CallForm(**{**form, "section": section, "call": (opening, closing), "between": between})
 
 
@@ -329,6 +326,7 @@ def _tagged_span(
     middle = text[value + len(values[0]) : next_key]  # between a value and the next key
     before = text[at + len(name) : key]
     opening = _common_end(before, middle)
+    opening = opening[max(opening.rfind("<"), 0) :]
     closing = middle[: len(middle) - len(opening)]
     split = inner.find(">") + 1
     if not _TOKEN.search(closing) or not opening.strip() or not split:
@@ -358,6 +356,10 @@ def _decoded(text: str, at: int) -> tuple[Any, int]:
 
 def _hashed(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
+
+
+def _common_start(one: str, other: str) -> str:
+    return _common_end(one[::-1], other[::-1])[::-1]
 
 
 def _common_end(one: str, other: str) -> str:

@@ -19,7 +19,7 @@ from weft.text.callbodies import CallReader, NamedCall, ObjectCall, Schemas, mat
 from weft.text.forms import MARK, CallForm
 
 # The first marker of a text.
-MARKER = re.compile(rf"{MARK}?(?:<[^<>\s]+>|\[[^\[\]\s]+\]|<[^\s<>]+|[^\s<]+)")
+MARKER = re.compile(rf"{MARK}?(?:<[^<>\s]+>|\[[^\[\]\s]+\]|<+[^\s<]+|[^\s<]+)")
 _READERS = {"tagged": TaggedCall, "python": PythonCall, "bare": BareCall}
 
 
