@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import description
 import weft
 from weft.api import Builder, ModelCard
 from weft.text import ChatTemplate, Tokenizer
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 FOLDER = Path(weft.__file__).parent / "builtin"
 CARD = ModelCard(

@@ -38,7 +38,7 @@ def thinking(builder):
 
 
 def updates_of(job: Any, builder: Any, text: str, cut: int, finish: str) -> list[list[Update]]:
-    ids = builder.tokenizer.encode(text, add_special_tokens=False)
+    ids = builder.tokenizer.encode(text, add_special_tokens=False, parse_special=True)
     updates = [Update(job.requests[0].id, token) for token in ids]
     updates.append(Update(job.requests[0].id, None, finish=FinishReason(finish)))
     return [updates[i : i + cut] for i in range(0, len(updates), cut)]

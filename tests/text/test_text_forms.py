@@ -519,8 +519,18 @@ def test_text_that_spells_a_marker_is_text_where_markers_are_tokens(tokened, nam
     events = shown(tokened, dialect, ids)
     [(called, arguments)] = told(events)[2]
     assert (called, json.loads(arguments.replace(MARK, ""))) == ("look", {"city": city})
-    fake = tokened.encode(before + after, add_special_tokens=False)
-    assert not [e for e in shown(tokened, dialect, fake) if isinstance(e, ToolCall)]
+    told_apart = name == "harmony"
+    spelled = tokened.encode(before + after, add_special_tokens=False)
+    assert bool(told(shown(tokened, dialect, spelled))[2]) != told_apart
+
+
+def test_reasoning_ends_by_a_marker_however_it_is_spelled(tokened):
+    dialect = Dialect.named("hermes", "think")
+    call = write_calls(CALL_FORMS["hermes"], [("now", {})])
+    for parse in (True, False):
+        text = f"<think>\nHm.\n</think>\n\nYes.\n{call}"
+        ids = tokened.encode(text, add_special_tokens=False, parse_special=parse)
+        assert told(shown(tokened, dialect, ids)) == ("Hm.", "Yes.", [("now", "{}")])
 
 
 def test_stop_strings_see_markers_as_text(tokened):

@@ -173,7 +173,7 @@ def constrain_turn(
     limited = tools is not None and (tools.limited or body is not None or budgeted)
     if not limited and body is None and not budgeted:
         return None
-    if not limited and reading.dialect.reasoning is None:
+    if not limited and reading.dialect.reasoning is None and not reading.dialect.harmony:
         return body
     functions: list[GrammarFunction] = []
     if tools is not None and limited:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from weft.text.forms import MARK
 from weft.text.stop import overlap
 
 
@@ -83,9 +84,9 @@ class Stepwise:
 class AssistantParser(Stepwise):
     """Takes reasoning out of the start of a turn, then calls out of the rest.
 
-    White space beside a marker belongs to the marker and is dropped. Text that may be the start of
-    a marker is held back until that is known. A call within open reasoning ends it; what only
-    looks like the start of one stays reasoning.
+    White space beside a marker belongs to the marker and is dropped, as does ``MARK`` before it.
+    Text that may be the start of a marker is held back until that is known. A call within open
+    reasoning ends it; what only looks like the start of one stays reasoning.
 
     Args:
         reasoning: the markers around it; None where nothing is marked.
@@ -133,7 +134,7 @@ class AssistantParser(Stepwise):
         return [event for event in events if not isinstance(event, Content)]
 
     def _before(self, _: list[Event]) -> bool:
-        text = self._buffer.lstrip()
+        text = self._buffer.lstrip().removeprefix(MARK)
         if text.startswith(self._open):
             self._buffer = text[len(self._open) :]
             self._step = self._after_open
@@ -149,7 +150,11 @@ class AssistantParser(Stepwise):
     def _inside(self, events: list[Event]) -> bool:
         at = self._buffer.find(self._close)
         end = len(self._buffer) - overlap(self._buffer, self._close) if at < 0 else at
-        text, self._buffer = self._buffer[:end], self._buffer[end:]
+        text = self._buffer[:end]
+        if text.endswith(MARK):
+            text = text[:-1]
+            end -= at < 0
+        self._buffer = self._buffer[end:]
         self._think(text, events)
         if self._step == self._outside:
             return True

@@ -13,7 +13,6 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from weft.core.errors import RendererDeadError, WeftError
-from weft.core.logs import notice
 from weft.text.callwriting import Call, write_calls
 from weft.text.dialect import Dialect
 from weft.text.forms import CALL_FORMS, MODEL_CALLS, REASONING_FORMS, CallForm, ReasoningForm
@@ -390,9 +389,3 @@ def _rendered_reasoning(template: ChatTemplate) -> ReasoningForm | None:
     first = _TOKEN.search(end)
     assert first is not None
     return _known_reasoning(before[starts[-1].start() :], first[0])
-
-
-def warn_of_unknown(template: ChatTemplate | None, dialect: Dialect) -> None:
-    """Say that a template shows tools but that calls in its form cannot be read."""
-    if template is not None and "tools" in template.variables and dialect.tools is None:
-        notice("the form of this model's tool calls is unknown; set it with --tool-parser")

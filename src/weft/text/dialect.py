@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from weft.text.assistant import AssistantParser, TurnParser
@@ -100,7 +100,7 @@ class Reading:
     @property
     def reads(self) -> bool:
         """Whether there is anything to find but content."""
-        return self.dialect.reasoning is not None or self.tools is not None
+        return self.dialect.harmony or self.dialect.reasoning is not None or self.tools is not None
 
     def parser(self) -> TurnParser:
         """Return the parser of one turn."""
@@ -111,12 +111,14 @@ class Reading:
         if self.dialect.harmony:
             thinks = reasoning is not None
             return HarmonyParser(form, tokens, thinks=thinks, forced=self.forced)
-        if form is not None:
+        if form is not None and tokens:  # models spell markers by other tokens, too
+            spelled = (replace(form, others=()), *form.others)
             form = form.rewritten(lambda text: marked(text, tokens))
+            form = replace(form, others=(*form.others, *spelled))
         calls = CallParser(form, self.tools)
         if reasoning is None:
             return AssistantParser(None, calls, calls, forced=self.forced)
-        around = (marked(reasoning.start, tokens).strip(), marked(reasoning.end, tokens).strip())
+        around = (reasoning.start.strip(), reasoning.end.strip())
         thought = CallParser(form, self.tools, unmarked=False)
         return AssistantParser(around, calls, thought, opened=self.opened, forced=self.forced)
 
