@@ -108,5 +108,6 @@ def test_a_schema_that_a_form_cannot_follow_names_the_parameter(builder):
         WeftError, match="'format' cannot be followed in this model's form"
     ) as error:
         chat_job(decode_body(ChatBody, json.dumps(body).encode()), speaking(builder, "glm"))
-    assert error.value.http_status == 400
+    assert (error.value.http_status, error.value.param) == (400, "tools")
+    assert "function 'look'" in error.value.message
     chat_job(decode_body(ChatBody, json.dumps(body).encode()), speaking(builder, "hermes"))

@@ -178,16 +178,17 @@ def constrain_turn(
     functions: list[GrammarFunction] = []
     if tools is not None and limited:
         functions = [_for_grammar(tools, i, whitespace) for i in tools.callable]
-    grammar = turn_grammar(
-        reading.dialect,
-        builder.tokenizer,
-        functions,
-        forced=tools is not None and tools.forced,
-        parallel=tools is None or tools.parallel,
-        body=None if body is None else body.grammar,
-        opened=reading.opened,
-        thinking_budget=thinking_budget,
-    )
+    with blaming("tools"):
+        grammar = turn_grammar(
+            reading.dialect,
+            builder.tokenizer,
+            functions,
+            forced=tools is not None and tools.forced,
+            parallel=tools is None or tools.parallel,
+            body=None if body is None else body.grammar,
+            opened=reading.opened,
+            thinking_budget=thinking_budget,
+        )
     if body is not None:
         return Constraint(grammar, body.param)
     return Constraint(grammar, "tools" if limited else "thinking_token_budget")

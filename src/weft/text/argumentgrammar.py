@@ -83,7 +83,7 @@ class ArgumentRules:
         """Add the rule of one call of any function, after the text that opens it."""
         form, spell = self._form, self._spell
         if not self._arguments_of:
-            self._arguments_of = [self._arguments(i, one) for i, one in enumerate(functions)]
+            self._arguments_of = [self._named(i, one) for i, one in enumerate(functions)]
         ways = []
         for function, arguments in zip(functions, self._arguments_of, strict=True):
             called = function.name if form.body != "object" else json.dumps(function.name)[1:-1]
@@ -92,6 +92,13 @@ class ArgumentRules:
             ways.append(" ".join(filter(None, [*head, arguments, *tail])))
         self.lines.append(f"{name}: {' | '.join(ways)}")
         return name
+
+    def _named(self, index: int, function: CallableFunction) -> str:
+        """The rule for a function's arguments; errors name the function."""
+        try:
+            return self._arguments(index, function)
+        except GrammarError as error:
+            raise GrammarError(f"the function '{function.name[:100]}': {error.message}") from None
 
     def _arguments(self, index: int, function: CallableFunction) -> str:
         if self._form.body not in ("tagged", "python", "bare"):
@@ -189,7 +196,7 @@ class ArgumentRules:
             if keyword not in known and keyword not in _NOTES:
                 raise GrammarError(
                     f"the keyword '{keyword}' cannot be followed in this model's form of calls, "
-                    "where strings have no quotes"
+                    "where strings have no quotes; leave it out, or do not force the call"
                 )
 
     def _json(self, schema: Any) -> str:
