@@ -12,6 +12,7 @@ from call_templates import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Reference
+from transformers.utils.chat_parsing import parse_response
 
 import weft
 from weft.core.errors import GrammarError
@@ -719,6 +720,44 @@ def test_reasoning_that_nobody_knows_is_found_by_rendering():
     )
     found = choose_dialect(ChatTemplate({"default": source})).reasoning
     assert (found.start, found.end) == ("<[muse]>", "<[/muse]>")
+
+
+def test_a_role_is_no_marker_of_reasoning():
+    source = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.reasoning_content %}"
+        "{{ m.reasoning_content }}<|so|>{% endif %}{{ m.content }}{% endfor %}"
+    )
+    assert choose_dialect(ChatTemplate({"default": source})).reasoning is None
+
+
+DECLARED = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "defaults": {"role": "assistant"},
+    "fields": {
+        "thinking": {"open": "<think>", "close": "</think>"},
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "content": "json",
+            "repeats": True,
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {},
+    },
+}
+
+
+@settings(max_examples=12)
+@given(calls=calls_of(PLAIN))
+def test_a_declared_form_is_read_as_transformers_reads_it(calls):
+    text = f"<think>\nHm.\n</think>\n\n{write_calls(CALL_FORMS['hermes'], calls)}"
+    theirs = parse_response(text, DECLARED, prefix="")
+    dialect = choose_dialect(ChatTemplate({"default": "{{ tools }}"}, response_template=DECLARED))
+    ours = read(dialect, list(text))
+    assert told(ours)[:2] == (theirs["thinking"], theirs.get("content", ""))
+    assert loaded(ours) == [
+        (call["function"]["name"], call["function"]["arguments"]) for call in theirs["tool_calls"]
+    ]
 
 
 def test_forms_are_frozen_and_have_names_for_settings():

@@ -376,9 +376,6 @@ def _rendered_reasoning(template: ChatTemplate) -> ReasoningForm | None:
     end, answered, _ = rest.partition(_ANSWER)
     if not found or not answered or _TOKEN.search(end) is None:
         return None
-    starts = list(_TOKEN.finditer(before))
-    if not starts:
-        return None
     known = [
         f
         for f in REASONING_FORMS.values()
@@ -386,6 +383,10 @@ def _rendered_reasoning(template: ChatTemplate) -> ReasoningForm | None:
     ]
     if known and known[0].end.strip() in end:
         return known[0]
+    plain = _rendered(template, [asked, answer]).partition(_ANSWER)[0]
+    own = before[len(_common_start(before, plain)) :]
     first = _TOKEN.search(end)
-    assert first is not None
-    return _known_reasoning(before[starts[-1].start() :], first[0])
+    start = _TOKEN.search(own)
+    if first is None or start is None:
+        return None
+    return _known_reasoning(own[start.start() :], first[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from weft.text.assistant import AssistantParser, TurnParser
@@ -111,16 +112,22 @@ class Reading:
         if self.dialect.harmony:
             thinks = reasoning is not None
             return HarmonyParser(form, tokens, thinks=thinks, forced=self.forced)
-        if form is not None and tokens:  # models spell markers by other tokens, too
-            spelled = (replace(form, others=()), *form.others)
-            form = form.rewritten(lambda text: marked(text, tokens))
-            form = replace(form, others=(*form.others, *spelled))
+        if form is not None and tokens:
+            form = _with_marks(form, tokens)
         calls = CallParser(form, self.tools)
         if reasoning is None:
             return AssistantParser(None, calls, calls, forced=self.forced)
         around = (reasoning.start.strip(), reasoning.end.strip())
         thought = CallParser(form, self.tools, unmarked=False)
         return AssistantParser(around, calls, thought, opened=self.opened, forced=self.forced)
+
+
+@lru_cache(64)
+def _with_marks(form: CallForm, tokens: frozenset[str]) -> CallForm:
+    """A form with marked tokens, and without, as models spell markers by other tokens, too."""
+    spelled = (replace(form, others=()), *form.others)
+    form = form.rewritten(lambda text: marked(text, tokens))
+    return replace(form, others=(*form.others, *spelled))
 
 
 def marked(text: str, tokens: Iterable[str]) -> str:
