@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import openai.types.chat as chat
@@ -11,7 +12,9 @@ from test_api_turns import answer_message, answer_response, updates_of
 
 from weft.api import Builder, ChatBody, ChunkWriter, TokenTexts, chat_job, decode_body
 from weft.core.errors import WeftError
+from weft.text import ChatTemplate
 from weft.text.callwriting import write_calls
+from weft.text.detect import choose_dialect
 from weft.text.dialect import Dialect
 from weft.text.forms import CALL_FORMS
 
@@ -97,6 +100,33 @@ def test_turns_of_harmony_without_tools_show_no_markup(builder):
     grammar = {**body, "guided_json": {"const": 7}}
     job = chat_job(decode_body(ChatBody, json.dumps(grammar).encode()), own)
     assert "final" in job.requests[0].sampling.grammar
+
+
+def test_efforts_and_arguments_are_as_the_template_takes_them(builder):
+    """As gpt-oss's levels, and DeepSeek's templates, which put arguments together as text."""
+    source = (
+        "Effort {{ reasoning_effort }}. {% for m in messages %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ '<do>' + c.function.name + '<with>' "
+        "+ c.function.arguments + '</do>' }}{% endfor %}{% endfor %}{{ tools }}"
+    )
+    template = ChatTemplate({"default": source})
+    found = choose_dialect(template)
+    assert found.text_arguments
+    assert found.tools.body == "json"
+    harmony = Dialect.named("harmony", "harmony")
+    own = Builder(
+        builder.tokenizer, template, builder.card, dialect=replace(harmony, text_arguments=True)
+    )
+    call = {"type": "function", "id": "c", "function": {"name": "look", "arguments": '{"at":"x"}'}}
+    said = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "warm"},
+    ]
+    body = {"model": "builtin", "messages": said, "reasoning_effort": "minimal"}
+    job = chat_job(decode_body(ChatBody, json.dumps(body).encode()), own)
+    prompt = builder.tokenizer.decode(list(job.requests[0].prompt), skip_special_tokens=False)
+    assert 'Effort low. hi<do>look<with>{"at": "x"}</do>warm' in prompt
 
 
 def test_a_schema_that_a_form_cannot_follow_names_the_parameter(builder):

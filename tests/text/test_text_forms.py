@@ -282,6 +282,26 @@ def test_huge_and_deep_arguments_are_read_in_time(name):
     read(Dialect.named(name), [hostile])
 
 
+@pytest.mark.parametrize("name", CALL_FORMS)
+def test_values_that_nothing_can_load_are_read_without_an_error(name):
+    deep = "[" * 20_000 + "]" * 20_000
+    form = CALL_FORMS[name]
+    for value in (
+        deep,
+        "9" * 5000,
+        "1e400",
+        "{" * 900,
+        "'\\ud800'",
+        '"\\ud800"',
+        "-",
+        "0x",
+        "lambda: 0",
+    ):
+        text = write_calls(form, [("look", {"days": 77})]).replace("77", value)
+        events = read(Dialect.named(name), [text])
+        "".join(e.text for e in events if isinstance(e, (Content, ToolArguments))).encode()
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_templates_tell_the_forms_that_they_write(name):
     source, calls, reasoning = FAMILIES[name]

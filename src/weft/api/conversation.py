@@ -88,6 +88,8 @@ def encode_messages(
         )
     knows_developer = any("developer" in source for source in template.sources.values())
     plain = [_message(message, i, knows_developer, notes) for i, message in enumerate(messages)]
+    if builder.dialect.text_arguments and how.template is None:
+        _write_arguments(plain)
     _check_results(plain)
     num_bytes = sum(map(_num_bytes, messages, plain))
     num_bytes += sum(len(encode_json(shown)) for shown in (how.tools, how.documents) if shown)
@@ -268,6 +270,15 @@ def _tool_call(call: Mapping[str, Any], path: str) -> dict[str, Any]:
         )
     plain = {"type": "function", "function": {"name": name, "arguments": _arguments(arguments)}}
     return {"id": call["id"], **plain} if isinstance(call.get("id"), str) else plain
+
+
+def _write_arguments(messages: Seq[dict[str, Any]]) -> None:
+    """Put JSON text for arguments of calls, where the template takes nothing else."""
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            arguments = call["function"]["arguments"]
+            if not isinstance(arguments, str):
+                call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
 
 
 def _arguments(arguments: str | dict[str, Any]) -> Any:

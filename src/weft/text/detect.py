@@ -6,6 +6,7 @@ writes for calls and reasoning that nobody has made; then what its text has; the
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,7 +51,7 @@ def choose_dialect(
             calls = _calls_of(template, family)
         if reasoning_parser == "auto":
             reasoning = _reasoning_of(template)
-    return Dialect(calls, reasoning)
+    return Dialect(calls, reasoning, template is not None and _wants_text(template))
 
 
 def _calls_of(template: ChatTemplate, family: str) -> CallForm | None:
@@ -159,12 +160,15 @@ def _by_marker(text: str, field: Mapping[str, Any]) -> CallForm | None:
     return None
 
 
-def _messages(calls: Sequence[Call]) -> list[dict[str, Any]]:
+def _messages(calls: Sequence[Call], *, as_text: bool = False) -> list[dict[str, Any]]:
     made = [
         {
             "type": "function",
             "id": f"probe000{i}",
-            "function": {"name": name, "arguments": dict(arguments)},
+            "function": {
+                "name": name,
+                "arguments": json.dumps(arguments) if as_text else dict(arguments),
+            },
         }
         for i, (name, arguments) in enumerate(calls)
     ]
@@ -208,10 +212,20 @@ def _rendered(
     return after if found else ""
 
 
+def _wants_text(template: ChatTemplate) -> bool:
+    """Whether a template fails with arguments as an object, and does not with their JSON text."""
+    if "tools" not in template.variables:
+        return False
+    one = _CALLS[:1]
+    return not _rendered(template, _messages(one), one) and bool(
+        _rendered(template, _messages(one, as_text=True), one)
+    )
+
+
 def _rendered_calls(template: ChatTemplate) -> CallForm | None:
     """The form in which a template writes two calls, or one where it refuses two."""
-    for calls in (_CALLS, _CALLS[:1]):
-        text = _rendered(template, _messages(calls), calls)
+    for calls, as_text in itertools.product((_CALLS, _CALLS[:1]), (False, True)):
+        text = _rendered(template, _messages(calls, as_text=as_text), calls)
         if not text:
             continue
         squeezed = _squeezed(text)

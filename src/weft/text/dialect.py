@@ -29,10 +29,12 @@ class Dialect:
     Attributes:
         tools: None where no form of calls is known.
         reasoning: None where nothing is marked.
+        text_arguments: the template wants arguments of earlier calls as JSON text, not as objects.
     """
 
     tools: CallForm | None = None
     reasoning: ReasoningForm | None = None
+    text_arguments: bool = False
 
     @classmethod
     def named(cls, tools: str | None = None, reasoning: str | None = None) -> Dialect:
