@@ -135,6 +135,25 @@ def test_hostile_texts_and_broken_calls_are_read_alike_however_they_are_cut(
         assert told(read(dialect, cut_at(whole, cuts), cut=cut)) == expected
 
 
+@pytest.mark.parametrize("name", CALL_FORMS)
+@settings(max_examples=12)
+@given(data=st.data(), cuts=CUTS, cut=st.booleans(), opened=st.booleans())
+def test_any_pieces_of_a_form_are_read_alike_however_they_are_cut(name, data, cuts, cut, opened):
+    form = CALL_FORMS[name]
+    call = write_calls(form, [("look", {"city": "x", "days": 3})])
+    markup = [text for text in form.texts() if text]
+    some = [*markup, *(text[: len(text) // 2] for text in markup), call, call[:-1], call[1:]]
+    some += ["look", "city", "3", "x", '"', "{", "}", ",", " ", "\n", "</think>", "<think>", ":"]
+    text = "".join(data.draw(st.lists(st.sampled_from(some), max_size=14)))
+    dialect = Dialect.named(name, "harmony" if name == "harmony" else "think")
+    expected = told(read(dialect, [text], cut=cut, opened=opened))
+    assert told(read(dialect, list(text), cut=cut, opened=opened)) == expected
+    assert told(read(dialect, cut_at(text, cuts), cut=cut, opened=opened)) == expected
+    if not cut and not expected[2] and name != "harmony":
+        shown = "".join("".join(expected[:2]).split())
+        assert shown in "".join(text.split()) or "think>" in text
+
+
 @pytest.mark.parametrize("name", [n for n, f in CALL_FORMS.items() if f.body in ("object", "json")])
 @settings(max_examples=12)
 @given(city=HOSTILE)
