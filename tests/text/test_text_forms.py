@@ -711,6 +711,11 @@ OWN = {
         "<@acts>{% for c in m.tool_calls %}<@act>{{ c.function.name }}<@with>"
         "{{ c.function.arguments | tojson }}</@act>{% endfor %}</@acts>"
     ),
+    "nested": (
+        '{% for c in m.tool_calls %}<call>{"type": "function", "function": {"name": '
+        '"{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}}</call>'
+        "{% endfor %}"
+    ),
     "tagged": (
         "{% for c in m.tool_calls %}<do {{ c.function.name }}>{% for k, v in "
         "c.function.arguments.items() %}<set {{ k }}>{{ v }}</set>{% endfor %}</do>{% endfor %}"
@@ -721,8 +726,8 @@ OWN = {
 @pytest.mark.parametrize("name", OWN)
 def test_forms_that_nobody_knows_are_found_by_rendering(name):
     source = (
-        "{{ tools }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.tool_calls %}"
-        + OWN[name] + "{% endif %}<|end|>{% endfor %}"
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if loop.first %}{{ tools }}"
+        "{% endif %}{% if m.tool_calls %}" + OWN[name] + "{% endif %}<|end|>{% endfor %}"
     )  # fmt: skip
     template = ChatTemplate({"default": source})
     dialect = choose_dialect(template)

@@ -268,11 +268,12 @@ def derived_form(text: str, calls: Sequence[Call], around: tuple[str, str]) -> C
     """
     if len(calls) < 2:
         return None
+    text = text[len(_common_start(text, around[0])) :]
     first, second = (_span(text, call) for call in calls)
     if first is None or second is None or first[2] > second[1]:
         return None
     form, start, end = first
-    before = text[len(_common_start(text[:start], around[0])) : start].lstrip()
+    before = text[:start].lstrip()
     middle, after = text[end : second[1]], text[second[2] :].removesuffix(around[1])
     opening = _common_end(before, middle)
     opening = opening[len(opening) - len(opening.lstrip(">]")) :]  # of a token before it
