@@ -11,8 +11,8 @@ from weft.core.errors import ConfigError, WeftError
 from weft.core.settings import format_bytes
 from weft.models.hub import resolve_model
 from weft.models.kept_weights import checkpoint_identity
-from weft.models.loader import weight_files
 from weft.models.packed_cache import KeptFile, clear, kept_files, packed_folder
+from weft.models.weight_files import weight_files
 
 
 def run_cache(kind: str, model: str | None) -> int:

@@ -28,8 +28,9 @@ from weft.kernels.ops import select_ops
 from weft.models.decoder import Decoder
 from weft.models.families import FAMILIES
 from weft.models.layout import storage_of, weight_bytes
-from weft.models.loader import SINGLE, load_model
+from weft.models.loader import load_model
 from weft.models.spec_reader import read_spec
+from weft.models.weight_files import SINGLE
 
 CPU = torch.device("cpu")
 

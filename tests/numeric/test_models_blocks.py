@@ -37,8 +37,9 @@ from weft.kernels.float8 import E4M3
 from weft.kernels.ops import select_ops
 from weft.models.decoder import Decoder
 from weft.models.layout import storage_of, weight_bytes
-from weft.models.loader import SINGLE, load_model
+from weft.models.loader import load_model
 from weft.models.spec_reader import read_spec
+from weft.models.weight_files import SINGLE
 
 FINE = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 

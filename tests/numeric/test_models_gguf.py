@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,11 @@ from tokenizers import Tokenizer
 
 from weft import LLM, SamplingParams
 from weft.core.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
+from weft.kernels.cpu.matrix import gather
 from weft.kernels.ops import select_ops
 from weft.models.hub import resolve_model
 from weft.models.kept_weights import KeptWeights
-from weft.models.layout import storage_of
+from weft.models.layout import storage_of, weight_bytes
 from weft.models.loader import load_model
 from weft.models.packed_cache import PackedCache
 from weft.models.spec_reader import read_spec
@@ -43,6 +44,13 @@ SIZES = {
     "rms_norm_eps": 1e-5,
     "pad_token_id": None,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0 + i / 100 for i in range(32)],
+    "long_factor": [1.5 + i / 10 for i in range(32)],
+    "original_max_position_embeddings": 64,
+}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"tie_word_embeddings": True}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": False}),
@@ -57,6 +65,38 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma3": ("Gemma3", {"sliding_window": 24, "query_pre_attn_scalar": 64}),
+    "qwen3moe": (
+        "Qwen3Moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+        | {"norm_topk_prob": True},
+    ),
+    "phi3": (
+        "Phi3",
+        {"sliding_window": None, "original_max_position_embeddings": 64}
+        | {"rope_parameters": LONGROPE},
+    ),
+    "granite": (
+        "Granite",
+        {"attention_multiplier": 0.1, "embedding_multiplier": 3.0, "logits_scaling": 2.0}
+        | {"residual_multiplier": 0.5},
+    ),
+    "olmo2": ("Olmo2", {}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 4}),
+    "seed_oss": ("SeedOss", {"attention_bias": True}),
+    "hunyuan-dense": ("HunYuanDenseV1", {}),
+    "ernie4_5": ("Ernie4_5", {}),
+    "exaone4": (
+        "Exaone4",
+        {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "glm4": ("Glm4", {"attention_bias": True}),
+}
+PAIRED = ("llama", "granite", "smollm3")  # whose rows of Q and K llama.cpp reorders
+SCALES = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
 }
 
 
@@ -77,24 +117,38 @@ def interleaved(weight: np.ndarray, heads: int, *, back: bool = False) -> np.nda
     return cut.swapaxes(1, 2).reshape(weight.shape)
 
 
-def blocks(kind: Type, shape: tuple[int, ...], seed: int) -> np.ndarray:
+# Where the float16 of a block lie, of types that the package only decodes.
+HALVES = {Type.Q2_K: (80, 82), Type.Q3_K: (108,), Type.Q4_K: (0, 2), Type.Q5_K: (0, 2)}
+HALVES |= {Type.Q6_K: (208,), Type.IQ4_NL: (0,), Type.IQ4_XS: (0,)}
+
+
+def blocks(kind: Type, shape: tuple[int, ...], seed: int, scale: float = 4e-4) -> np.ndarray:
     """Random blocks of a type that the package only decodes; their scales are small numbers."""
     block, size = gguf.GGML_QUANT_SIZES[kind]
     draw = np.random.default_rng(seed)
-    data = draw.integers(0, 256, (shape[0], shape[1] // block, size), dtype=np.uint8)
-    scales = {Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,)}[kind]
-    for at in scales:
-        numbers = draw.uniform(1e-4, 4e-4, data.shape[:2]).astype(np.float16)
+    data = draw.integers(0, 256, (*shape[:-1], shape[-1] // block, size), dtype=np.uint8)
+    for at in HALVES[kind]:
+        numbers = draw.uniform(scale / 4, scale, data.shape[:-1]).astype(np.float16)
         data[..., at : at + 2] = numbers[..., None].view(np.uint8)
-    return data.reshape(shape[0], -1)
+    return data.reshape(*shape[:-1], -1)
+
+
+def stored(weight: np.ndarray, kind: Type, seed: int) -> np.ndarray:
+    """A matrix in a type: its own numbers, or random ones where the package does not round."""
+    return blocks(kind, weight.shape, seed) if kind in HALVES else quantize(weight, kind)
 
 
 def write(
-    model: Any, arch: str, path: Path, kind: Type, texts: Mapping[str, Any] | None = None
+    model: Any,
+    arch: str,
+    path: Path,
+    kind: Type | Callable[[str], Type],
+    texts: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the model as GGUF, its matrices in ``kind``, and put what that made of them into it.
 
     Args:
+        kind: of all matrices, or of each by its name.
         texts: for ``add_tokenizer``.
     """
     config = model.config
@@ -117,6 +171,26 @@ def write(
     if arch == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
+    if theta is not None and arch not in ("qwen3", "gemma2", "gemma3"):
+        writer.add_rope_freq_base(theta)
+    if arch == "qwen3moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if arch == "granite":
+        for key, name in SCALES.items():
+            writer.add_float32(f"granite.{key}", getattr(config, name))
+    if arch == "exaone4":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind.startswith("s") for kind in config.layer_types])
+    if arch == "glm4":
+        writer.add_rope_dimension_count(32)
+    if arch == "phi3":
+        writer.add_rope_scaling_orig_ctx_len(64)
+        for length in ("short", "long"):
+            factors = np.array(LONGROPE[f"{length}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{length}.weight", factors)
     if texts is None:
         writer.add_bos_token_id(1)
         writer.add_eos_token_id(2)
@@ -129,27 +203,41 @@ def write(
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         heads = 0
-        if arch == "llama" and ("q_proj" in name or "k_proj" in name):
+        if arch in PAIRED and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
         weight = tensor.numpy().astype(np.float32)
         if heads:
             weight = interleaved(weight, heads)
-        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if weight.ndim == 3:
+            write_experts(writer, name, tensor, kind)
+            continue
+        place = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if weight.ndim < 2:
             shift = 1.0 if arch.startswith("gemma") and name.endswith("norm.weight") else 0.0
-            writer.add_tensor(stored, weight + np.float32(shift))
+            writer.add_tensor(place, weight + np.float32(shift))
             continue
-        if kind in (Type.Q4_K, Type.Q5_K, Type.Q6_K):
-            data = blocks(kind, weight.shape, seed)
-        else:
-            data = quantize(weight, kind)
-        writer.add_tensor(stored, data, raw_dtype=kind)
-        plain = dequantize(data, kind)
+        here = kind if isinstance(kind, Type) else kind(name)
+        data = stored(weight, here, seed)
+        writer.add_tensor(place, data, raw_dtype=here)
+        plain = dequantize(data, here)
         tensor.copy_(torch.from_numpy(interleaved(plain, heads, back=True) if heads else plain))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def write_experts(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, kind: Type) -> None:
+    """Write the experts of a layer, gates and values apart, and put what becomes of them back."""
+    number, weight = name.split(".")[2], tensor.numpy().astype(np.float32)
+    fused = name.endswith("gate_up_proj")
+    parts = dict(zip(("gate", "up"), np.split(weight, 2, 1), strict=True)) if fused else {}
+    plain = []
+    for part, numbers in (parts or {"down": weight}).items():
+        data = quantize(np.ascontiguousarray(numbers), kind)
+        writer.add_tensor(f"blk.{number}.ffn_{part}_exps.weight", data, raw_dtype=kind)
+        plain.append(dequantize(data, kind))
+    tensor.copy_(torch.from_numpy(np.concatenate(plain, 1)))
 
 
 def load(path: Path, dtype: str = "float32", kernels: str = "reference", **more: Any):
@@ -158,7 +246,7 @@ def load(path: Path, dtype: str = "float32", kernels: str = "reference", **more:
 
 CASES = [(arch, Type.Q8_0) for arch in ARCHITECTURES]
 CASES += [("llama", kind) for kind in (Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q5_1)]
-CASES += [("qwen3", kind) for kind in (Type.Q4_K, Type.Q5_K, Type.Q6_K)]
+CASES += [("qwen3", kind) for kind in HALVES]
 
 
 @pytest.mark.parametrize(("arch", "kind"), CASES)
@@ -169,6 +257,59 @@ def test_logits_of_the_dequantised_weights(tmp_path, arch, kind) -> None:
     expected = reference_logits(model, tokens)
     found = PagedRunner(load(path)).step([("a", tokens)])[0]
     assert (found - expected).abs().max() < 2e-4 * expected.std()
+
+
+JOINED = ("qkv", "output", "gate_up", "down")
+
+
+def mixed(name: str) -> Type:
+    """As llama.cpp mixes types within the parts that weft joins: Q4_K_M."""
+    return Type.Q6_K if "v_proj" in name or "up_proj" in name else Type.Q4_K
+
+
+# Types of all matrices, and the format that the joined Q, K and V get.
+CODED = [
+    (Type.Q4_0, "int4"),
+    (Type.Q4_1, "int4"),
+    (Type.Q5_0, "int5"),
+    (Type.Q5_1, "int5"),
+    (Type.Q8_0, "int8"),
+    (Type.MXFP4, "mx4"),
+    (Type.Q2_K, "int4"),
+    (Type.Q3_K, "int4"),
+    (Type.Q4_K, "int4"),
+    (Type.Q5_K, "int5"),
+    (Type.Q6_K, "int6"),
+    (Type.IQ4_NL, "nl4"),
+    (Type.IQ4_XS, "nl4"),
+    (mixed, "int6"),
+]
+
+
+@pytest.mark.parametrize(("kind", "format_"), CODED)
+def test_kernels_read_codes_as_they_are(tmp_path, kind, format_) -> None:
+    """Weights are those of the file to the bit; products round activations to 8 bits."""
+    model, path = build("llama"), tmp_path / "model.gguf"
+    write(model, "llama", path, kind)
+    decoder = load(path, kernels="cpu")
+    layer = decoder.layers[0]
+    assert layer.qkv.format == format_
+    assert layer.qkv.nbytes < 0.3 * 4 * np.prod(layer.qkv.shape)
+    state = model.state_dict()
+    names = [f"model.layers.0.self_attn.{one}_proj.weight" for one in "qkv"]
+    expected = torch.cat([state[name] for name in names])
+    assert torch.equal(gather(layer.qkv, torch.arange(len(expected))), expected)
+    down = state["model.layers.0.mlp.down_proj.weight"]
+    assert torch.equal(gather(layer.down, torch.arange(len(down))), down)
+    tokens = prompt(100)
+    logits = reference_logits(model, tokens)
+    found = PagedRunner(decoder).step([("a", tokens)])[0]
+    assert (found - logits).norm() / logits.norm() < 0.12
+    kept = [getattr(one, name).nbytes for one in decoder.layers for name in JOINED]
+    expected_bytes = weight_bytes(
+        read_spec(path), "float32", wanted=lambda name: name.rpartition(".")[2] in JOINED
+    )
+    assert sum(kept) == expected_bytes
 
 
 def test_weights_may_be_rounded_again(tmp_path) -> None:
@@ -243,3 +384,37 @@ def test_damaged_and_unknown_files_are_refused(tmp_path) -> None:
     (tmp_path / "weights.bin").write_bytes(b"")
     with pytest.raises(ModelNotFoundError, match=r"\.gguf file"):
         resolve_model(str(tmp_path / "weights.bin"))
+
+
+def test_a_file_in_parts_is_read_as_one(tmp_path) -> None:
+    """Split as gguf-split does: the metadata in the first part."""
+    model, whole = build("llama"), tmp_path / "whole.gguf"
+    write(model, "llama", whole, Type.Q8_0)
+    names = [f"m-{number:05}-of-00002.gguf" for number in (1, 2)]
+    reader = gguf.GGUFReader(whole)
+    for number, name in enumerate(names):
+        writer = gguf.GGUFWriter(tmp_path / name, "llama")
+        if number == 0:
+            copy_fields(reader, writer)
+        for tensor in reader.tensors[number::2]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    first = resolve_model(str(tmp_path / names[1]))
+    assert first == tmp_path / names[0]
+    tokens = prompt(50)
+    found, expected = (
+        PagedRunner(load(path, kernels="cpu")).step([("a", tokens)])[0] for path in (first, whole)
+    )
+    assert torch.equal(found, expected)
+    (tmp_path / names[1]).unlink()
+    with pytest.raises(CheckpointError, match=r"one of 2 parts, of which are not there: m-00002"):
+        resolve_model(str(first))
+
+
+def copy_fields(reader: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
+    for field in reader.fields.values():
+        if not field.name.startswith(("GGUF.", "general.architecture")):
+            writer.add_key_value(field.name, field.contents(), field.types[0])

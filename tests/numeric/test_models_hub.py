@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from weft.core.errors import ModelNotFoundError
-from weft.models.hub import resolve_model
+from weft.models.hub import choose_gguf, resolve_model
 
 FILES = {
     "config.json": b'{"model_type": "llama"}',
@@ -26,8 +26,19 @@ FILES = {
     "README.md": b"# model",
     "onnx/config.json": b"{}",
 }
+GGUF = {
+    "config.json": b"{}",
+    "README.md": b"# quantised",
+    "m-Q8_0.gguf": b"eight",
+    "m-Q4_K_M.gguf": b"four",
+    "m-UD-Q2_K_XL.gguf": b"two",
+    "mmproj-m-F16.gguf": b"vision",
+    "Q6_K/m-Q6_K-00001-of-00002.gguf": b"six",
+    "Q6_K/m-Q6_K-00002-of-00002.gguf": b"six again",
+}
 MAIN, OTHER = "a" * 40, "b" * 40
 TOKEN = "hf_good"
+KNOWN = ("owner/open", "owner/gated", "owner/bare", "owner/gguf")
 
 
 @dataclass
@@ -62,12 +73,13 @@ class Handler(BaseHTTPRequestHandler):
             return self._send(500, b"{}", body)
         if "owner/gated" in path and token != TOKEN:
             return self._send(403, b"{}", body, {"X-Error-Code": "GatedRepo"})
-        if not any(name in path for name in ("owner/open", "owner/gated", "owner/bare")):
+        if not any(name in path for name in KNOWN):
             return self._send(401, b"{}", body, {"X-Error-Code": "RepoNotFound"})
         return self._repository(path, body)
 
     def _repository(self, path: str, body: bool) -> None:
         files = {"README.md": b"# bare"} if "owner/bare" in path else FILES
+        files = GGUF if "owner/gguf" in path else files
         if path.startswith("/api/models/"):
             revision = path.split("/revision/")[-1] if "/revision/" in path else "main"
             commits = {"main": MAIN, "v2": OTHER, MAIN: MAIN, OTHER: OTHER}
@@ -211,3 +223,41 @@ def test_builtin_needs_no_network() -> None:
     folder = resolve_model("builtin", offline=True)
     assert (folder / "config.json").is_file()
     assert folder.parent.name == "weft"
+
+
+@pytest.mark.parametrize(
+    ("asked", "file"),
+    [
+        ("owner/gguf", "m-Q4_K_M.gguf"),
+        ("owner/gguf:q8_0", "m-Q8_0.gguf"),
+        ("owner/gguf:Q6_K", "Q6_K/m-Q6_K-00001-of-00002.gguf"),
+        ("owner/gguf:m-UD-Q2_K_XL.gguf", "m-UD-Q2_K_XL.gguf"),
+    ],
+)
+def test_a_gguf_file_is_chosen_by_its_type(hub, tmp_path, asked, file) -> None:
+    found = resolve_model(asked, cache_dir=tmp_path, endpoint=hub.url)
+    assert found.is_file()
+    assert found.as_posix().endswith(f"/{file}")
+    fetched = {
+        path.split("/resolve/")[1].split("/", 1)[1] for path in hub.paths if "/resolve/" in path
+    }
+    parts = {file, file.replace("00001-of", "00002-of")}
+    assert fetched - {"config.json"} == parts
+    before = len(hub.paths)
+    again = resolve_model(asked, cache_dir=tmp_path, endpoint=hub.url, offline=True)
+    assert again == found
+    assert len(hub.paths) == before
+
+
+def test_a_type_that_is_not_there_is_refused_with_those_that_are(hub, tmp_path) -> None:
+    words = r"no GGUF file of the type 'Q5_K_M'; its files: m-Q4_K_M\.gguf, m-Q6_K-00001-of"
+    with pytest.raises(ModelNotFoundError, match=words):
+        resolve_model("owner/gguf:Q5_K_M", cache_dir=tmp_path, endpoint=hub.url)
+    with pytest.raises(ModelNotFoundError, match="'owner/none:Q4_0' is not on the hub"):
+        resolve_model("owner/none:Q4_0", cache_dir=tmp_path, endpoint=hub.url)
+
+
+def test_without_the_usual_type_the_first_file_counts() -> None:
+    assert choose_gguf(["b-Q8_0.gguf", "a-F16.gguf"], None) == ["a-F16.gguf"]
+    assert choose_gguf(["a-IQ4_XS.gguf"], "XS") is None
+    assert choose_gguf([], None) is None

@@ -18,8 +18,9 @@ from weft.core.errors import CheckpointError, UnsupportedModelError
 from weft.kernels.ops import select_ops
 from weft.models.decoder import Decoder
 from weft.models.layout import num_parameters, parameters, weight_bytes
-from weft.models.loader import INDEX, SINGLE, load_model
+from weft.models.loader import load_model
 from weft.models.spec_reader import read_spec
+from weft.models.weight_files import INDEX, SINGLE
 
 CPU = torch.device("cpu")
 NORM = "model.layers.1.post_attention_layernorm.weight"

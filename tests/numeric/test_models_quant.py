@@ -18,8 +18,9 @@ from weft.core.errors import CheckpointError, UnsupportedModelError
 from weft.kernels.cpu.matrix import gather
 from weft.kernels.ops import select_ops
 from weft.models.decoder import Decoder
-from weft.models.loader import SINGLE, load_model
+from weft.models.loader import load_model
 from weft.models.spec_reader import read_spec
+from weft.models.weight_files import SINGLE
 
 CPU = torch.device("cpu")
 HIDDEN, INNER = 128, 256

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -11,8 +13,8 @@ from torch import Tensor
 from weft.kernels.arrays import dtype_name, to_numpy, to_torch
 from weft.kernels.cpu import attention
 from weft.kernels.cpu.matrix import CpuMatrix, gather, linear
-from weft.kernels.quantized import Quantized
-from weft.kernels.storage import ACTIVATION_GROUP, Storage
+from weft.kernels.quantized import TABLE, Quantized
+from weft.kernels.storage import ACTIVATION_GROUP, NEST, Storage
 
 KINDS = [(8, None), (8, 32), (4, 32), (4, 64), (4, 128), (4, None)]
 SHAPES = [(1, 1), (64, 64), (97, 33), (130, 257), (256, 704), (66, 1000)]
@@ -35,6 +37,95 @@ def drawn(
     found = torch.randint(0, 2**bits, (outputs, groups), generator=draws, dtype=torch.uint8)
     numbers = to_numpy(values), to_numpy(scales), to_numpy(found) if zeros else None
     return Quantized(*numbers, bits, group or inputs)
+
+
+def drawn_as(seed: int, outputs: int, inputs: int, kind: str) -> Quantized:
+    """A weight in one of the forms of GGUF files: ``bits group`` and letters or a table."""
+    bits, group, *marks = kind.split()
+    width, size = int(bits), int(group)
+    draws = np.random.default_rng(seed)
+    groups = -(-inputs // size)
+    nested, table = "n" in marks, next((mark for mark in marks if len(mark) > 1), None)
+    coarse = (outputs, -(-inputs // NEST) if nested else groups)
+    found = Quantized(
+        draws.integers(0, 2**width, (outputs, inputs), np.uint8),
+        draws.uniform(1e-3, 2e-2, coarse).astype(np.float16),
+        None,
+        width,
+        size,
+        table=table,
+    )
+    if nested:
+        found = replace(found, steps=draws.integers(-128, 128, (outputs, groups), np.int8))
+    if "m" in marks:
+        found = replace(found, minimums=draws.uniform(-1e-2, 2e-2, coarse).astype(np.float16))
+        if nested:
+            steps = draws.integers(-128, 128, (outputs, groups), np.int8)
+            found = replace(found, minimum_steps=steps)
+    return found
+
+
+FORMS = ["4 32 m", "4 32 n m", "4 16 n", "4 16 n m", "5 32", "5 32 n m", "6 16 n", "6 16 n m"]
+FORMS += ["4 32 nl4", "4 32 n nl4", "4 32 mx4", "8 16 m", "6 128", "5 64 m"]
+
+
+@pytest.mark.parametrize("isa", attention.isas())
+@pytest.mark.parametrize("kind", FORMS)
+def test_every_bit_of_gguf_forms_is_that_of_the_definition(isa, kind) -> None:
+    attention.use_isa(isa)
+    sample = random.Random(f"{isa}{kind}")
+    for seed, outputs in enumerate((1, 64, 97, 130)):
+        inputs = NEST * sample.randint(1, 3) if "n" in kind.split() else sample.randint(129, 500)
+        weight = drawn_as(seed, outputs, inputs, kind)
+        dtype = [torch.bfloat16, torch.float32][seed % 2]
+        matrix = packed(weight, dtype, gated=outputs % 2 == 0)
+        assert matrix.nbytes == weight.storage.nbytes(outputs, inputs, gated=outputs % 2 == 0)
+        rows = gather(matrix, torch.arange(outputs))
+        assert torch.equal(rows, to_torch(weight.dequantize()).to(dtype))
+        x = draw(3, sample.randint(1, 40), inputs, dtype=dtype)
+        x[0, : inputs // 2] = 0.0
+        x[-1] = 3.0 if seed % 2 else -3.0
+        whole = linear(x, matrix, None, "float32")
+        assert torch.equal(whole, truth_of(x, weight))
+        for count in range(1, min(len(x), 8)):
+            assert torch.equal(linear(x[-count:], matrix, None, "float32"), whole[-count:])
+
+
+def truth_of(x: Tensor, weight: Quantized) -> Tensor:
+    """The definition for every form: sums of integers, scaled, less the minimums."""
+    values = weight.values
+    if weight.table is not None:
+        values = np.array(TABLE[weight.table], np.uint8)[values]
+    codes = to_torch(values).long() - weight.centre
+    scales = to_torch(np.asarray(weight._fine(weight.scales, weight.steps), np.float32))
+    minimums = None
+    if weight.minimums is not None:
+        fine = weight._fine(weight.minimums, weight.minimum_steps)
+        minimums = to_torch(np.asarray(fine, np.float32))
+    sums = torch.zeros(len(x), weight.shape[0])
+    for number, start in enumerate(range(0, weight.shape[1], weight.group)):
+        part = x[:, start : start + weight.group].float()
+        most = part.abs().amax(1, keepdim=True).clamp(min=1e-20)
+        rounded = (part * (torch.tensor(127.0) / most)).round().nan_to_num(0.0)
+        dots = rounded.double() @ codes[:, start : start + weight.group].double().T
+        more = dots.float() * (scales[:, number] * (most / 127.0))
+        if minimums is not None:
+            total = rounded.sum(1, keepdim=True) * (most / 127.0)
+            more = more - minimums[:, number] * total
+        sums = sums + more
+    return sums
+
+
+def test_forms_that_cannot_be_packed_are_refused() -> None:
+    for kind in (Storage(5, 48), Storage(4, 96, "float16", nested=True)):
+        with pytest.raises(ValueError, match=r"groups of multiples of 32|groups that divide 256"):
+            CpuMatrix.quantised((64, 192), "float32", kind)
+    both = Storage(4, 32, zeros=True, minimums=True)
+    with pytest.raises(ValueError, match="zeros, minimums"):
+        CpuMatrix.quantised((64, 192), "float32", both)
+    matrix = CpuMatrix.quantised((64, 192), "float32", Storage(6, 32))
+    with pytest.raises(ValueError, match="int8 or int4"):
+        matrix.write(0, draw(1, 64, 192))
 
 
 def packed(weight: Quantized, dtype: torch.dtype, *, gated: bool = False) -> CpuMatrix:

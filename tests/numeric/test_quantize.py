@@ -28,8 +28,9 @@ from weft.kernels.ops import select_ops
 from weft.models.decoder import Decoder
 from weft.models.hub import resolve_model
 from weft.models.layout import parameters, storage_of, weight_bytes
-from weft.models.loader import SINGLE, load_model
+from weft.models.loader import load_model
 from weft.models.spec_reader import read_spec
+from weft.models.weight_files import SINGLE
 
 CPU = torch.device("cpu")
 WINDOWS, WINDOW = 12, 1023  # of the held-out text, by the method of the built-in model's card

@@ -22,7 +22,7 @@ from weft.engine.threads import plan_threads
 from weft.engine.weights import stored_weights
 from weft.models.kept_weights import checkpoint_digest
 from weft.models.layout import num_parameters
-from weft.models.loader import weight_files
+from weft.models.weight_files import weight_files
 
 
 def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:

@@ -20,8 +20,8 @@ from weft.kv.block_files import IDENTITY_BYTES, BlockFiles, file_bytes
 from weft.kv.disk_cache import DiskCache
 from weft.kv.lower_prefixes import LowerPrefixes
 from weft.models.kept_weights import checkpoint_identity
-from weft.models.loader import weight_files
 from weft.models.spec_reader import read_spec
+from weft.models.weight_files import weight_files
 
 CLOSE_S = 2.0  # at most, to save prefixes at the end
 RETRY_S = 0.005

@@ -27,6 +27,7 @@ from weft.models.empty import kept_parameters
 from weft.models.families import FAMILIES
 from weft.models.layout import parameters, storage_of, stored_as
 from weft.models.parameter import Parameter
+from weft.models.quant_config import GGUF
 from weft.models.shard import Shard, cut, shard_spec
 from weft.models.spec import ModelSpec
 
@@ -43,7 +44,7 @@ def stored_weights(
         ConfigError: the weights are to be rounded, but are stored as integers already.
     """
     stored = spec.stored_weights
-    if stored is not None and (config.quantize == "none" or not stored.is_float):
+    if stored is not None and (config.quantize == "none" or not stored.may_be_rounded):
         if config.quantize != "none":
             raise ConfigError(
                 f"The checkpoint is quantised already ({stored}); leave quantize out.",
@@ -53,6 +54,8 @@ def stored_weights(
         if stored.is_float and device == "cpu" and config.kernels in ("auto", "cpu"):
             kept = computed_as(stored.storage(LARGE), lambda storage: storage.format == "int")
             words = f"{kept or dtype} (stored as {stored})"
+        elif stored.method == GGUF and (device != "cpu" or config.kernels == "reference"):
+            words = f"{dtype} where only a CPU's kernels have codes (stored as {stored})"
         return dict.fromkeys(("linear", "moe"), words)
     layer, head = (
         storage_of(name, config.quantize, config.quantize_group) for name in ("down", "lm_head")

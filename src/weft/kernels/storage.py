@@ -18,6 +18,8 @@ MULTIPLIED = {
 }  # the parameters of products, by the names of ``layout.parameters`` without the layer
 GATED = {"gate_up", "expert_gate_up"}  # those whose first half of outputs are gates
 SCALE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "e8m0": 1}
+NEST = 256  # inputs that share a float16 where scales are nested
+TABLES = ("nl4", "mx4")  # formats of 4 bits that choose one of sixteen numbers
 
 
 @dataclass(frozen=True)
@@ -25,12 +27,14 @@ class PackedForm:
     """What the bytes of a packed matrix mean; see ``MatrixForm`` in matrix.hpp.
 
     Attributes:
-        format: ``float32``, ``bfloat16``, ``int8`` or ``int4``.
+        format: ``float32``, ``bfloat16``, ``int8``, ``int6``, ``int5``, ``int4``, or one of
+            ``TABLES``.
         shape: outputs and inputs.
         dtype: the name of that of the activations.
         group: of integers, inputs that share a scale; 0: each output has one.
         scales: of integers, the name of the dtype of grouped scales.
         zeros: of integers, zero points are stored.
+        minimums, nested: of integers, see ``Storage``.
     """
 
     format: str
@@ -40,6 +44,8 @@ class PackedForm:
     group: int
     scales: str
     zeros: bool
+    minimums: bool = False
+    nested: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,14 +53,17 @@ class Storage:
     """Codes of a matrix [outputs, inputs].
 
     Attributes:
-        bits: 8 or 4.
+        bits: 8 or 4; of integers also 6 and 5.
         group: inputs that share a scale; None: all of them, and the scale is float32.
         scales: name of the dtype of grouped scales.
         zeros: zero points are stored, a byte for each scale.
-        format: ``int``; ``e4m3``, which is FP8; or ``e2m1``, which is MXFP4.
+        format: ``int``; ``e4m3``, which is FP8; ``e2m1``, which is MXFP4; or integers of 8 bits
+            chosen from a table by 4: ``nl4`` (GGUF's IQ4_NL) or ``mx4`` (twice E2M1's numbers).
         inputs: of FP8, how activations are rounded before a product: ``token`` (FP8, each row with
             a scale of its own), ``group`` (each group of inputs of a row), ``tensor`` (FP8 with a
             stored scale), or ``float`` (not at all).
+        minimums: a number is scale * code - minimum, with a minimum for each scale.
+        nested: scales and minimums are a byte each, a multiple of one float16 for ``NEST`` inputs.
     """
 
     bits: int
@@ -63,11 +72,21 @@ class Storage:
     zeros: bool = False
     format: str = "int"
     inputs: str = "token"
+    minimums: bool = False
+    nested: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is one that other checkpoints than GGUF files have."""
+        blocky = self.minimums or self.nested or self.format in TABLES
+        return not blocky and self.bits in (4, 8)
 
     def __str__(self) -> str:
         grouped = "a scale an output" if self.group is None else f"groups of {self.group}"
-        if self.format == "int":
-            return f"int{self.bits} ({grouped})"
+        if self.format == "int" or self.format in TABLES:
+            grouped += ", with minimums" * self.minimums
+            name = f"int{self.bits}" if self.format == "int" else self.format
+            return f"{name} ({grouped})"
         if self.format == "e2m1":
             return f"mxfp4 ({grouped})"
         rounded = {"token": "FP8 by token", "tensor": "FP8 by a stored scale", "float": "floats"}
@@ -76,14 +95,39 @@ class Storage:
 
     def nbytes(self, outputs: int, inputs: int, *, gated: bool = False) -> int:
         """Return the bytes of a packed matrix, padding included."""
-        if self.format != "int":
+        if self.format != "int" and self.format not in TABLES:
             groups = 1 if self.group is None else -(-inputs // self.group)
             return outputs * (inputs * self.bits // 8 + groups * SCALE_BYTES[self.scales])
         panels = -(-(outputs // 2) // GATED_PANEL) if gated else -(-outputs // PANEL)
         group = self.group or ACTIVATION_GROUP
-        scales = SCALE_BYTES[self.scales] if self.group else 0
+        scales = (1 if self.nested else SCALE_BYTES[self.scales]) if self.group else 0
+        scales *= 1 + self.minimums
         block = PANEL * (scales + int(self.zeros) + group * self.bits // 8)
-        return panels * (-(-inputs // group) * block + (0 if self.group else 4 * PANEL))
+        nests = -(-inputs // NEST) * PANEL * 2 * (1 + self.minimums) if self.nested else 0
+        return panels * (-(-inputs // group) * block + nests + (0 if self.group else 4 * PANEL))
+
+
+def common_storage(storages: Sequence[Storage]) -> Storage:
+    """Return the smallest storage that holds weights of all these without a change of a number.
+
+    Args:
+        storages: of integers in groups or by a table, without zero points.
+    """
+    first = storages[0]
+    if len(set(storages)) == 1:
+        return first
+    group = min(storage.group or NEST for storage in storages)
+    some, every = (test(storage.minimums for storage in storages) for test in (any, all))
+    bits = max(8 if storage.format in TABLES else storage.bits for storage in storages)
+    if some and not every:
+        bits = max(bits, 6)  # so that codes of both kinds can be counted from one middle
+    if bits == 5 and group % 32:
+        bits = 6
+    nested = all(storage.nested for storage in storages)
+    scales = {storage.scales for storage in storages}
+    plain = not any(storage.nested for storage in storages) and len(scales) == 1
+    kind = "float16" if nested else scales.pop() if plain else "float32"
+    return Storage(bits, group, kind, minimums=some, nested=nested)
 
 
 def computed_as(storage: Storage, computes: Callable[[Storage], bool]) -> Storage | None:

@@ -83,6 +83,10 @@ class CodedPieces:
             for suffix, part in parts.items()
         }
 
+    def is_coded(self, piece: Piece) -> bool:
+        """Whether a piece is stored quantised."""
+        return bool(self.parts(piece))
+
     def _names(self, piece: Piece) -> Callable[[str], str] | None:
         """Return from the end of a part's name to its name, None for a weight in floats."""
         name = self._name_of(piece)

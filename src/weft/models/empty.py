@@ -12,11 +12,12 @@ from weft.kernels.interface import OpTable
 from weft.kernels.storage import Storage
 from weft.models.decoder import Decoder
 from weft.models.layout import is_kept_float32, parameters
-from weft.models.loader import Checkpoint, weight_files
+from weft.models.loader import Checkpoint
 from weft.models.parameter import Parameter
 from weft.models.shard import Shard, cut, shard_spec
 from weft.models.spec import ModelSpec
 from weft.models.spec_reader import read_spec
+from weft.models.weight_files import weight_files
 
 
 def empty_model(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from weft.models.cohere import COHERE
 from weft.models.family import Family, Reader
 from weft.models.gemma import GEMMA
 from weft.models.hybrids import HYBRIDS
@@ -12,7 +13,8 @@ from weft.models.llama_variants import LLAMA_VARIANTS
 from weft.models.moe_families import MOE_FAMILIES
 
 FAMILIES = {
-    row.name: row for row in (*LLAMA_LIKE, *LLAMA_VARIANTS, *GEMMA, *MOE_FAMILIES, *HYBRIDS)
+    row.name: row
+    for row in (*LLAMA_LIKE, *LLAMA_VARIANTS, *COHERE, *GEMMA, *MOE_FAMILIES, *HYBRIDS)
 }
 
 
@@ -26,4 +28,6 @@ def _checkpoints() -> Iterator[tuple[str, str, tuple[Family, Reader]]]:
 
 BY_ARCHITECTURE = {architecture: found for architecture, _, found in _checkpoints()}
 BY_MODEL_TYPE = {model_type: found for _, model_type, found in _checkpoints()}
-GGUF_FAMILIES = {row.name: row for row in FAMILIES.values() if row.gguf is not None}
+GGUF_FAMILIES = {
+    row.gguf.name or row.name: row for row in FAMILIES.values() if row.gguf is not None
+}

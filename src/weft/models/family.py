@@ -25,19 +25,36 @@ Reader = Callable[[ConfigReader, int | None], ModelSpec]
 
 @dataclass(frozen=True)
 class GgufForm:
-    """How files of llama.cpp store a family, whose architecture there has the family's name.
+    """How files of llama.cpp store a family.
 
     Attributes:
-        attention_bias: tensors and not the metadata tell whether attention has biases.
+        name: of the architecture there; empty: the family's.
+        biases: keys of ``config.json`` that are true where a layer's tensor has a bias, with the
+            tensor's name.
         rotated_by_pairs: rows of Q and K are stored in the order of interleaved rotation.
         norms_plus_one: norms are stored with the 1 that the model adds.
         scaled_by_width: layers of the one size whose queries are scaled by hidden / heads.
+        partly_rotated: heads are rotated in their first dimensions, whose number is stated.
+        post_norms: norms stand behind attention and MLP, too.
+        names: of parts of a layer that differ, and what ``config.json``'s checkpoints call them.
+        numbers: keys of the metadata with those of ``config.json`` that they stand for.
+        stated: what ``config.json`` says where the metadata do not.
     """
 
-    attention_bias: bool = False
+    name: str = ""
+    biases: Mapping[str, str] = field(default_factory=dict)
     rotated_by_pairs: bool = False
     norms_plus_one: bool = False
     scaled_by_width: int | None = None
+    partly_rotated: bool = False
+    post_norms: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    stated: Mapping[str, Any] = field(default_factory=dict)
+
+
+ATTENTION_BIAS = {"attention_bias": "attn_q"}  # of ``GgufForm.biases``
+FUSED_MLP = {"ffn_up": "mlp.gate_up_proj"}  # of ``GgufForm.names``
 
 
 @dataclass(frozen=True)

@@ -238,7 +238,7 @@ GEMMA = (
         "Gemma2ForCausalLM",
         "gemma2",
         gemma2,
-        gguf=GgufForm(norms_plus_one=True, scaled_by_width=46),
+        gguf=GgufForm(norms_plus_one=True, post_norms=True, scaled_by_width=46),
     ),
     Family(
         "gemma3",
@@ -246,7 +246,7 @@ GEMMA = (
         "gemma3_text",
         gemma3,
         (Multimodal("Gemma3ForConditionalGeneration", "gemma3", gemma3_multimodal),),
-        GgufForm(norms_plus_one=True, scaled_by_width=62),
+        GgufForm(norms_plus_one=True, post_norms=True, scaled_by_width=62),
     ),
     Family(
         "gemma4",

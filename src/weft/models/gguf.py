@@ -1,13 +1,15 @@
-"""GGUF files of llama.cpp: metadata as a config, tensors decoded to floats by ``gguf``.
+"""GGUF files of llama.cpp: metadata as a config, tensors as codes, or decoded by ``gguf``.
 
-Integers of any GGUF type become floats as the ``gguf`` package defines; the loader may then round
-them to weft's own formats.
+Integers of any GGUF type become floats as the ``gguf`` package defines; those that kernels have
+codes for are read as such (``gguf_codes``).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.errors import CheckpointError, UnsupportedModelError
+from weft.kernels.quantized import Quantized
+from weft.kernels.storage import NEST, Storage
 from weft.models.config_reader import ConfigReader
 from weft.models.families import GGUF_FAMILIES
-from weft.models.gguf_header import read_header
+from weft.models.family import FULL, SLIDING
+from weft.models.gguf_codes import FORMS, unpack
+from weft.models.gguf_header import GgufTensor, read_header
+from weft.models.quant_config import GGUF, StoredWeights
+from weft.models.weight_files import split_files
 
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -31,7 +39,9 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.gate",
 }
+_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 _POST_NORM_NAMES = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -42,11 +52,15 @@ _NAMES = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-_FACTORS = "rope_freqs.weight"  # one divisor for each frequency of the rotation
+# Divisors of the frequencies of the rotation: one for each; or one for short and long contexts.
+_FACTORS = "rope_freqs.weight"
+_BY_LENGTH = ("rope_factors_short.weight", "rope_factors_long.weight")
 _IGNORED = """
 attention.key_length attention.value_length rope.dimension_count vocab_size
-rope.scaling.finetuned attention.causal
+rope.scaling.finetuned attention.causal rope.scaling.attn_factor
 """
+_WHOLE_HEADS = ("attention.value_length", "rope.dimension_count")
+_UNSCALED = "rope.scaling.factor rope.scaling.original_context_length"  # of no kind
 
 
 class GgufFile:
@@ -70,25 +84,42 @@ class GgufFile:
                 param="general.architecture",
             )
         self._architecture, self._form = family.architecture, family.gguf
-        self._stored = header.tensors
+        self._stored = {**header.tensors}
+        for part in split_files(path)[1:]:
+            for name, tensor in read_header(part).tensors.items():
+                if name in self._stored:
+                    raise CheckpointError(f"tensor '{name}' is in two parts of {path}")
+                self._stored[name] = tensor
         if len(self._shape_of_embedding()) != 2:
             raise CheckpointError(f"{path} has no table of embeddings; fetch it again")
-        self._tensors = {self._name(name): tensor for name, tensor in self._stored.items()}
-        self._tensors.pop(_FACTORS, None)
+        self._tensors: dict[str, GgufTensor] = {}
+        for name, tensor in self._stored.items():
+            if name not in (_FACTORS, *_BY_LENGTH):
+                self._tensors |= self._named(name, tensor)
 
     def _shape_of_embedding(self) -> tuple[int, ...]:
         embedding = self._stored.get("token_embd.weight")
         return embedding.shape if embedding is not None else ()
 
-    def _name(self, name: str) -> str:
+    def _named(self, name: str, tensor: GgufTensor) -> dict[str, GgufTensor]:
+        """A tensor under the name of Hugging Face checkpoints; stacked experts one by one."""
         layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
         if layer is None:
-            return _NAMES.get(name, name)
+            return {_NAMES.get(name, name): tensor}
         number, part, kind = layer.groups()
-        names = _LAYER_NAMES
-        if self._form.norms_plus_one:
-            names = names | _POST_NORM_NAMES
-        return f"model.layers.{number}.{names.get(part, part)}.{kind}"
+        home = f"model.layers.{number}"
+        if part in _EXPERTS and len(tensor.shape) == 3:
+            return {
+                f"{home}.mlp.experts.{expert}.{_EXPERTS[part]}.{kind}": replace(
+                    tensor, shape=tensor.shape[:2], data=data
+                )
+                for expert, data in enumerate(tensor.data)
+            }
+        names: Mapping[str, str] = _LAYER_NAMES
+        if self._form.post_norms:
+            names = {**names, **_POST_NORM_NAMES}
+        names = {**names, **self._form.names}
+        return {f"{home}.{names.get(part, part)}.{kind}": tensor}
 
     def config(self) -> dict[str, Any]:
         """Return the metadata as the ``config.json`` of the same model.
@@ -103,7 +134,8 @@ class GgufFile:
         found = ConfigReader(values, self._path.name)
         heads, hidden = found.positive("attention.head_count"), found.positive("embedding_length")
         head_dim = found.positive("attention.key_length", hidden // heads)
-        for key in ("attention.value_length", "rope.dimension_count"):
+        whole = ("attention.value_length",) if self._form.partly_rotated else _WHOLE_HEADS
+        for key in whole:
             if found.positive(key, head_dim) != head_dim:
                 found.refuse(key, values[key], f"whole heads of {head_dim} are supported")
         layers = found.positive("block_count")
@@ -114,7 +146,9 @@ class GgufFile:
             "num_attention_heads": heads,
             "num_key_value_heads": found.positive("attention.head_count_kv", heads),
             "head_dim": head_dim,
-            "intermediate_size": found.positive("feed_forward_length"),
+            "intermediate_size": found.positive(
+                "feed_forward_length", values.get("expert_feed_forward_length", 0)
+            ),
             "max_position_embeddings": found.positive("context_length"),
             "rms_norm_eps": found.number("attention.layer_norm_rms_epsilon"),
             "vocab_size": self._shape_of_embedding()[1],
@@ -122,9 +156,22 @@ class GgufFile:
             "rope_theta": found.number("rope.freq_base", 10_000.0),
             "dtype": self._dtype(),
         }
-        if self._form.attention_bias:
-            config["attention_bias"] = "blk.0.attn_q.bias" in self._stored
+        config |= self._form.stated
+        for key, part in self._form.biases.items():
+            config[key] = f"blk.0.{part}.bias" in self._stored
+        config |= {
+            key: found.number(stored)
+            if isinstance(values[stored], float)
+            else found.positive(stored)
+            for stored, key in self._form.numbers.items()
+            if values.get(stored)  # 0: there is none
+        }
+        found.ignore(*self._form.numbers)
+        if self._form.partly_rotated:
+            rotated = found.positive("rope.dimension_count", head_dim)
+            config["partial_rotary_factor"] = rotated / head_dim
         config |= self._rope(found) | self._gemma(found, hidden, heads, head_dim, layers)
+        config |= self._layer_types(found, values, layers)
         config["bos_token_id"] = self._fields.get("tokenizer.ggml.bos_token_id")
         ends = [self._fields.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
         config["eos_token_id"] = list(dict.fromkeys(end for end in ends if end is not None)) or None
@@ -142,13 +189,32 @@ class GgufFile:
             factors = self._stored[_FACTORS].data.tolist()
             scaling = {"short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
             return {"rope_scaling": {"rope_type": "longrope", **scaling}}
+        if all(name in self._stored for name in _BY_LENGTH):
+            short, long = (self._stored[name].data.tolist() for name in _BY_LENGTH)
+            original = found.positive("rope.scaling.original_context_length")
+            scaling = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+            return {"rope_scaling": scaling, "original_max_position_embeddings": original}
         if kind == "none":
+            found.ignore(*_UNSCALED.split())
             return {}
         scaling = {"rope_type": kind, "factor": found.number("rope.scaling.factor")}
         if kind == "yarn":
             original = found.positive("rope.scaling.original_context_length")
             scaling["original_max_position_embeddings"] = original
         return {"rope_scaling": scaling}
+
+    def _layer_types(
+        self, found: ConfigReader, values: Mapping[str, Any], layers: int
+    ) -> dict[str, Any]:
+        """Which layers have the window, where a file lists them."""
+        key = "attention.sliding_window_pattern"
+        pattern = values.get(key)
+        if pattern is None or "attention.sliding_window" not in self._form.numbers:
+            return {}
+        found.ignore(key)
+        if not isinstance(pattern, list) or len(pattern) != layers:
+            found.refuse(key, pattern, f"a list of {layers} flags is needed")
+        return {"layer_types": [SLIDING if flag else FULL for flag in pattern]}
 
     def _gemma(
         self, found: ConfigReader, hidden: int, heads: int, head_dim: int, layers: int
@@ -163,6 +229,43 @@ class GgufFile:
             "query_pre_attn_scalar": hidden // heads if by_width else head_dim,
             "hidden_activation": "gelu_pytorch_tanh",
         }
+
+    def stored_weights(self) -> StoredWeights | None:
+        """Return how the weights are stored as codes, None for a file of floats."""
+        found = {name: self.storage(name) for name in self._tensors}
+        coded = {name: storage for name, storage in found.items() if storage is not None}
+        if not coded:
+            return None
+        kinds = Counter(self.kind(name) for name in coded)
+        nested = any(storage.nested for storage in coded.values())
+        return StoredWeights(
+            GGUF,
+            0,
+            NEST if nested else 32,
+            False,
+            kinds=", ".join(kind for kind, _ in kinds.most_common()),
+            tensors=tuple(sorted(coded.items(), key=lambda item: item[0])),
+        )
+
+    def kind(self, name: str) -> str:
+        """Return the name of the type of a tensor."""
+        return str(self._tensors[name].kind.name)
+
+    def storage(self, name: str) -> Storage | None:
+        """Return how kernels hold a matrix as it is stored; None: as floats."""
+        form = FORMS.get(self.kind(name))
+        return None if form is None or len(self.shape(name)) < 2 else form.storage
+
+    def codes(self, name: str, first: int, last: int, expert: int | None = None) -> Quantized:
+        """Return rows [first, last) of a tensor with a ``storage``, or of one of its experts."""
+        data = self._tensors[name].data
+        rows = data if expert is None else data[expert]
+        heads = self._permuted_heads(name)
+        if heads:
+            rows = rows[_rotated_by_halves(self.shape(name)[0], heads)[first:last]]
+        else:
+            rows = rows[first:last]
+        return unpack(self.kind(name), rows)
 
     def keys(self) -> Iterator[str]:
         """Yield the names of all tensors."""

@@ -21,6 +21,7 @@ from weft.core.errors import TokenizerError, short
 from weft.models.gguf_header import read_header
 from weft.models.gguf_pre import PRE_TOKENIZERS
 from weft.models.kept_weights import checkpoint_digest
+from weft.models.weight_files import split_files
 
 FORM = 1  # raised by whoever makes other documents of the same file
 TOKENIZER = "tokenizer.json"
@@ -65,7 +66,7 @@ def text_folder(source: Path) -> Path:
         return source
     if (source.parent / TOKENIZER).is_file():
         return source.parent
-    name = f"{file_stem(source)}-{checkpoint_digest(source, [source])}-{FORM}"
+    name = f"{file_stem(source)}-{checkpoint_digest(source, split_files(source))}-{FORM}"
     folder = cache_folder() / "gguf" / name
     if not folder.is_dir():
         _keep(folder, documents(read_header(source, lists=True).fields, source.name))

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from weft.core.errors import ModelNotFoundError
+from weft.models.weight_files import SPLIT, split_files
 
 BUILTIN = "builtin"
 SUFFIX = ".gguf"
 ALLOWED = ["*.json", "*.safetensors", "tokenizer*", "vocab*", "merges.txt", "*.jinja"]
 # Other formats beside the one that is read; folders with a number are sentence-transformers'.
 IGNORED = ["[!0-9]*/*", "consolidated*"]
+QUANT = "Q4_K_M"  # the type of GGUF files that is taken where none is asked for
+NOTHING = "no file"  # as a pattern: for the folder of what is kept, however little that is
+OTHER_PARTS = re.compile(r"(^|/)mmproj|imatrix|(^|/)mtp-", re.IGNORECASE)  # of vision, and so on
 
 
 def resolve_model(
@@ -25,7 +32,9 @@ def resolve_model(
     """Return the local folder of a model, or its GGUF file, downloading it if it is a hub id.
 
     A name that looks like a path (it starts with ``.``, ``/`` or ``~``, has more than one slash, or
-    exists) is never sent to the hub. ``builtin`` is the model that ships with weft.
+    exists) is never sent to the hub. ``builtin`` is the model that ships with weft. Of a repository
+    of GGUF files ``owner/repo:QUANT`` takes the file of a type, such as ``Q6_K``, or of a name;
+    without one, that of Q4_K_M or else the first is taken.
 
     Args:
         revision: branch, tag or commit on the hub.
@@ -47,7 +56,63 @@ def resolve_model(
         "endpoint": endpoint,
         "local_files_only": bool(offline),
     }
-    return _with_config(_download(name, options), name)
+    repository, _, wanted = name.partition(":")
+    folder = None if wanted else _download(name, options)
+    if folder is None or not any(folder.glob("*.safetensors")):
+        found = _gguf_of(repository, wanted or None, name, options)
+        if found is not None:
+            return found
+    assert folder is not None  # else what was asked for was found or refused
+    return _with_config(folder, name)
+
+
+def _gguf_of(
+    repository: str, wanted: str | None, name: str, options: dict[str, Any]
+) -> Path | None:
+    """Return the GGUF file of a repository, all of whose parts are fetched.
+
+    Args:
+        wanted: the type or name; None: the usual one, or none if there is no GGUF file.
+    """
+    files = _listed(repository, name, options)
+    chosen = choose_gguf(files, wanted)
+    if chosen is None:
+        if wanted is None:
+            return None
+        there = ", ".join(sorted(Path(file).name for file in files)) or "none at all"
+        raise ModelNotFoundError(
+            f"model '{repository}' has no GGUF file of the type '{wanted}'; its files: {there}"
+        )
+    folder = _download(repository, options, name=name, patterns=chosen)
+    return split_files(folder / chosen[0])[0]
+
+
+def choose_gguf(files: Sequence[str], wanted: str | None) -> list[str] | None:
+    """Return the GGUF file to take of a repository, with all of its parts; None: there is none.
+
+    Args:
+        files: their names, without other ones.
+        wanted: the type, in any case, or the name of a file; None: Q4_K_M, or else the first file.
+    """
+    first = sorted(file for file in files if not _is_later_part(file))
+    kind = re.escape(wanted or QUANT)
+    pattern = re.compile(rf"(^|[-./]){kind}([-./]|$)", re.IGNORECASE)
+    found = [file for file in first if wanted in (file, Path(file).name)]
+    found += [file for file in first if pattern.search(file.removesuffix(SUFFIX))]
+    if not found and wanted is None:
+        found = first
+    if not found:
+        return None
+    split = SPLIT.fullmatch(found[0])
+    if split is None:
+        return found[:1]
+    stem, _, count = split.groups()
+    return [f"{stem}-{number:05}-of-{count}{SUFFIX}" for number in range(1, int(count) + 1)]
+
+
+def _is_later_part(file: str) -> bool:
+    split = SPLIT.fullmatch(file)
+    return split is not None and int(split[2]) > 1
 
 
 def local_source(name: str) -> Path | None:
@@ -69,7 +134,7 @@ def _existing(folder: Path, name: str) -> Path:
             f"model '{name}' is a file; give the folder that holds config.json, or a .gguf file"
         )
     if folder.is_file():
-        return folder
+        return split_files(folder)[0]
     if not folder.is_dir():
         kind = "file" if folder.suffix == SUFFIX else "folder"
         raise ModelNotFoundError(f"model {kind} '{name}' does not exist; check the path")
@@ -90,8 +155,49 @@ def _with_config(folder: Path, name: str) -> Path:
     return folder
 
 
-def _download(name: str, options: dict[str, Any]) -> Path:
-    from huggingface_hub import constants, snapshot_download
+def _listed(repository: str, name: str, options: dict[str, Any]) -> list[str]:
+    """Return the names of a repository's GGUF models; offline, of those that are kept."""
+    from huggingface_hub import HfApi, constants
+
+    if options["local_files_only"] or constants.HF_HUB_OFFLINE:
+        folder = _download(repository, options, name=name, patterns=[NOTHING])
+        files = [path.relative_to(folder).as_posix() for path in folder.rglob(f"*{SUFFIX}")]
+    else:
+        api = HfApi(endpoint=options["endpoint"], token=options["token"])
+        with _refused(name, options):
+            files = api.list_repo_files(repository, revision=options["revision"])
+    return [file for file in files if file.endswith(SUFFIX) and not OTHER_PARTS.search(file)]
+
+
+def _download(
+    repository: str,
+    options: dict[str, Any],
+    *,
+    name: str | None = None,
+    patterns: Sequence[str] | None = None,
+) -> Path:
+    """Fetch a repository's files.
+
+    Args:
+        name: of the model, for messages.
+        patterns: of the files; None: those of a model folder.
+    """
+    from huggingface_hub import snapshot_download
+
+    ignored = IGNORED if patterns is None else None
+    allowed = list(ALLOWED if patterns is None else patterns)
+    with _refused(name or repository, options):
+        return Path(
+            snapshot_download(
+                repository, allow_patterns=allowed, ignore_patterns=ignored, **options
+            )
+        )
+
+
+@contextmanager
+def _refused(name: str, options: dict[str, Any]) -> Iterator[None]:
+    """Turn what the hub's library raises into one sentence that says what to do."""
+    from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,
@@ -101,8 +207,7 @@ def _download(name: str, options: dict[str, Any]) -> Path:
     )
 
     try:
-        found = snapshot_download(name, allow_patterns=ALLOWED, ignore_patterns=IGNORED, **options)
-        return Path(found)
+        yield
     except HFValidationError as error:
         why = "is neither a folder nor a hub id such as 'owner/name'; check the spelling"
         raise ModelNotFoundError(f"model '{name}' {why}") from error

@@ -18,7 +18,7 @@ from weft.models.shard import Shard
 
 logger = logging.getLogger("weft")
 
-PACKING = 1  # raised by whoever packs other weights of the same checkpoint
+PACKING = 2  # raised by whoever packs other weights of the same checkpoint
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from weft.kernels.storage import GATED, Storage, computed_as
 from weft.models.parameter import Parameter, Piece, Shape
-from weft.models.quant_config import StoredWeights
+from weft.models.quant_config import GGUF, StoredWeights
 from weft.models.shard import WHOLE, Shard, cut, has_mlp
 from weft.models.spec import LayerSpec, ModelSpec, MoeSpec, StateSpec
 
@@ -118,7 +118,7 @@ def weight_bytes(
         tied = parameter.name == "embed" and spec.tied_embeddings
         storage = storage_of("lm_head" if tied else parameter.name, quantize, group)
         if storage is None and spec.stored_weights is not None:
-            stored = stored_as(spec.stored_weights, parameter)
+            stored = stored_as(spec.stored_weights, parameter, tied=tied)
             storage = stored and computed_as(stored, computes)
         if storage is None:
             kind = "float32" if is_kept_float32(parameter.name) else dtype
@@ -135,9 +135,17 @@ def is_kept_float32(parameter: str) -> bool:
     return parameter.rpartition(".")[2] in KEPT_FLOAT32
 
 
-def stored_as(stored: StoredWeights, parameter: Parameter) -> Storage | None:
-    """Return how a parameter is stored whose pieces are quantised, None for one of floats."""
+def stored_as(stored: StoredWeights, parameter: Parameter, *, tied: bool = False) -> Storage | None:
+    """Return how a parameter is stored whose pieces are quantised, None for one of floats.
+
+    Args:
+        tied: it is the embedding that the output head is tied to.
+    """
     name = parameter.name.rpartition(".")[2]
+    if stored.method == GGUF:
+        if name not in ROUNDED | {"lm_head"} and not tied:
+            return None
+        return stored.common(piece.tensor for piece in parameter.pieces)
     if name not in ROUNDED or (stored.method == "mxfp4" and not name.startswith("expert")):
         return None
     return stored.storage(parameter.shape[-1])

@@ -7,7 +7,9 @@ from typing import Any
 
 from weft.models.config_reader import ConfigReader
 from weft.models.family import (
+    ATTENTION_BIAS,
     FULL,
+    FUSED_MLP,
     SLIDING,
     Family,
     GgufForm,
@@ -164,13 +166,19 @@ def phi3(config: ConfigReader, limit: int | None) -> ModelSpec:
     )
 
 
+EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}  # keys of GGUF's metadata, with those of config.json
+
 LLAMA_LIKE = (
     Family(
         "llama",
         "LlamaForCausalLM",
         "llama",
         llama,
-        gguf=GgufForm(attention_bias=True, rotated_by_pairs=True),
+        gguf=GgufForm(biases=ATTENTION_BIAS, rotated_by_pairs=True),
     ),
     Family("mistral", "MistralForCausalLM", "mistral", mistral),
     Family(
@@ -199,6 +207,18 @@ LLAMA_LIKE = (
         "qwen3_moe",
         qwen3_moe,
         (Multimodal("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe", _text_of(qwen3_moe)),),
+        gguf=GgufForm("qwen3moe", numbers=EXPERTS, stated={"norm_topk_prob": True}),
     ),
-    Family("phi3", "Phi3ForCausalLM", "phi3", phi3),
+    Family(
+        "phi3",
+        "Phi3ForCausalLM",
+        "phi3",
+        phi3,
+        gguf=GgufForm(
+            partly_rotated=True,
+            names={"attn_qkv": "self_attn.qkv_proj", **FUSED_MLP},
+            numbers={"attention.sliding_window": "sliding_window"},
+            stated={"sliding_window": None},
+        ),
+    ),
 )

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from weft.models.config_reader import ConfigReader
 from weft.models.family import (
+    ATTENTION_BIAS,
     FULL,
+    FUSED_MLP,
     SLIDING,
     Family,
+    GgufForm,
     Multimodal,
     Sizes,
     read_common,
@@ -21,8 +22,8 @@ from weft.models.family import (
     read_window,
 )
 from weft.models.llama_like import llama_like, mistral
-from weft.models.rope_config import RopeContext, read_layer_ropes, read_rope
-from weft.models.spec import CheckpointLayout, GateSpec, LayerSpec, ModelSpec, RopeSpec
+from weft.models.rope_config import read_layer_ropes, read_rope
+from weft.models.spec import CheckpointLayout, GateSpec, ModelSpec, RopeSpec
 
 
 def no_rope(rope: RopeSpec) -> RopeSpec:
@@ -288,73 +289,6 @@ def mistral3(config: ConfigReader, limit: int | None) -> ModelSpec:
     return read_text_part(ministral3 if kind == "ministral3" else mistral, config, limit)
 
 
-def _cohere_like(
-    config: ConfigReader,
-    sizes: Sizes,
-    layers: Sequence[LayerSpec],
-    context: RopeContext | None = None,
-    **differences: Any,
-) -> ModelSpec:
-    """Cohere's models: LayerNorm, one for attention and MLP, which stand beside each other."""
-    config.assume(tie_word_embeddings=True)
-    config.choice("position_embedding_type", "rope_gptj", ("rope_gptj",))
-    for part in ("parallel_block", "gated_activation"):
-        if not config.flag(f"use_{part}", True):
-            config.refuse(f"use_{part}", False, "Cohere's published models have it")
-    config.ignore("use_parallel_embedding", "use_embedding_sharing")
-    bias = config.flag("attention_bias", False)
-    return llama_like(
-        config,
-        sizes,
-        layers,
-        context,
-        norm_eps=config.number("layer_norm_eps", 1e-5),
-        norm_centred=True,
-        parallel_block=True,
-        logit_scale=config.number("logit_scale", 0.0625),
-        qkv_bias=bias,
-        output_bias=bias,
-        layout=CheckpointLayout(
-            rotated_by_pairs=True,
-            head_norms=True,
-            renamed={"post_attention_layernorm": "input_layernorm"},
-        ),
-        **differences,
-    )
-
-
-def cohere(config: ConfigReader, limit: int | None) -> ModelSpec:
-    """Command R and Aya 23."""
-    sizes = read_sizes(config, limit)
-    context = sizes.rope_context(theta=500_000.0)
-    qk_norm = config.flag("use_qk_norm", False)
-    return _cohere_like(config, sizes, [sizes.layer()] * sizes.layers, context, qk_norm=qk_norm)
-
-
-def cohere2(config: ConfigReader, limit: int | None) -> ModelSpec:
-    """Command R7B and A: three of four layers have a window, the others are not rotated."""
-    config.assume(sliding_window=4096)
-    sizes = read_sizes(config, limit)
-    window = read_window(config)
-    every = config.positive("sliding_window_pattern", config.positive("layer_switch", 4))
-    config.choice("order_of_interleaved_layers", "local_attn_first", ("local_attn_first",))
-    default = [SLIDING if (i + 1) % every else FULL for i in range(sizes.layers)]
-    kinds = read_layer_types(config, sizes, default)
-    if window is None and SLIDING in kinds:
-        config.refuse("layer_types", kinds, "sliding layers need sliding_window")
-    layers = [
-        sizes.layer(window=window) if kind == SLIDING else sizes.layer(rope=1) for kind in kinds
-    ]
-    spec = _cohere_like(config, sizes, layers)
-    return replace(spec, ropes=(*spec.ropes, no_rope(spec.ropes[0])))
-
-
-def cohere2_vision(config: ConfigReader, limit: int | None) -> ModelSpec:
-    """The text model of a Command A that also reads images."""
-    config.ignore("downsample_factor", "alignment_intermediate_size")
-    return read_text_part(cohere2, config, limit)
-
-
 def _muse_text(config: ConfigReader, limit: int | None) -> ModelSpec:
     """Gates of attention's output, norms of embeddings, Q and K without weights, layers without
     rotation."""
@@ -399,18 +333,97 @@ def muse_glimmer(config: ConfigReader, limit: int | None) -> ModelSpec:
 
 
 LLAMA_VARIANTS = (
-    Family("smollm3", "SmolLM3ForCausalLM", "smollm3", smollm3),
-    Family("seed_oss", "SeedOssForCausalLM", "seed_oss", seed_oss),
-    Family("ernie4_5", "Ernie4_5ForCausalLM", "ernie4_5", ernie4_5),
-    Family("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", hunyuan),
-    Family("granite", "GraniteForCausalLM", "granite", granite),
+    Family(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        "smollm3",
+        smollm3,
+        gguf=GgufForm(biases=ATTENTION_BIAS, rotated_by_pairs=True),
+    ),
+    Family(
+        "seed_oss",
+        "SeedOssForCausalLM",
+        "seed_oss",
+        seed_oss,
+        gguf=GgufForm(
+            biases={**ATTENTION_BIAS, "attention_out_bias": "attn_output"},
+            names={"post_attention_norm": "post_attention_layernorm"},
+        ),
+    ),
+    Family(
+        "ernie4_5",
+        "Ernie4_5ForCausalLM",
+        "ernie4_5",
+        ernie4_5,
+        gguf=GgufForm(biases={"use_bias": "attn_q"}),
+    ),
+    Family(
+        "hunyuan_v1_dense",
+        "HunYuanDenseV1ForCausalLM",
+        "hunyuan_v1_dense",
+        hunyuan,
+        gguf=GgufForm(
+            "hunyuan-dense",
+            ATTENTION_BIAS,
+            names={
+                "attn_q_norm": "self_attn.query_layernorm",
+                "attn_k_norm": "self_attn.key_layernorm",
+            },
+        ),
+    ),
+    Family(
+        "granite",
+        "GraniteForCausalLM",
+        "granite",
+        granite,
+        gguf=GgufForm(
+            biases=ATTENTION_BIAS,
+            rotated_by_pairs=True,
+            numbers={
+                "attention.scale": "attention_multiplier",
+                "embedding_scale": "embedding_multiplier",
+                "residual_scale": "residual_multiplier",
+                "logit_scale": "logits_scaling",
+            },
+        ),
+    ),
     Family("granite_swa", "GraniteSWAForCausalLM", "granite_swa", granite_swa),
-    Family("olmo2", "Olmo2ForCausalLM", "olmo2", olmo2),
+    Family(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        "olmo2",
+        olmo2,
+        gguf=GgufForm(biases=ATTENTION_BIAS, post_norms=True),
+    ),
     Family("olmo3", "Olmo3ForCausalLM", "olmo3", olmo3),
-    Family("exaone4", "Exaone4ForCausalLM", "exaone4", exaone4),
+    Family(
+        "exaone4",
+        "Exaone4ForCausalLM",
+        "exaone4",
+        exaone4,
+        gguf=GgufForm(
+            post_norms=True,
+            numbers={"attention.sliding_window": "sliding_window"},
+            stated={"sliding_window": None},
+        ),
+    ),
     Family("glm", "GlmForCausalLM", "glm", glm),
     Family("muse_glimmer", "MuseGlimmerForConditionalGeneration", "muse_glimmer", muse_glimmer),
-    Family("glm4", "Glm4ForCausalLM", "glm4", glm4),
+    Family(
+        "glm4",
+        "Glm4ForCausalLM",
+        "glm4",
+        glm4,
+        gguf=GgufForm(
+            biases=ATTENTION_BIAS,
+            partly_rotated=True,
+            names={
+                "post_attention_norm": "post_self_attn_layernorm",
+                "post_ffw_norm": "post_mlp_layernorm",
+                **FUSED_MLP,
+            },
+        ),
+    ),
     Family(
         "ministral",
         "MinistralForCausalLM",
@@ -419,12 +432,4 @@ LLAMA_VARIANTS = (
         (Multimodal("Mistral3ForConditionalGeneration", "mistral3", mistral3),),
     ),
     Family("ministral3", "Ministral3ForCausalLM", "ministral3", ministral3),
-    Family("cohere", "CohereForCausalLM", "cohere", cohere),
-    Family(
-        "cohere2",
-        "Cohere2ForCausalLM",
-        "cohere2",
-        cohere2,
-        (Multimodal("Cohere2VisionForConditionalGeneration", "cohere2_vision", cohere2_vision),),
-    ),
 )

@@ -19,15 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.errors import CheckpointError, short
-from weft.core.json_files import read_object
 from weft.kernels.arrays import numpy_dtype
 from weft.kernels.interface import OpTable
 from weft.kernels.quantized import stacked
 from weft.kernels.storage import MULTIPLIED, Storage, computed_as
-from weft.models.bounds import MOST_INDEX_BYTES
 from weft.models.coded_pieces import KV_SCALES, CodedPieces
 from weft.models.decoder import Decoder
 from weft.models.gguf import GgufFile
+from weft.models.gguf_pieces import GgufPieces
 from weft.models.host_part import HostPart
 from weft.models.hub import SUFFIX
 from weft.models.kept_weights import KeptWeights
@@ -39,11 +38,10 @@ from weft.models.shard import WHOLE, Shard, cut, shard_spec
 from weft.models.spec import ModelSpec
 from weft.models.spec_reader import read_spec
 from weft.models.stages import stage_spec
+from weft.models.weight_files import weight_files
 
 logger = logging.getLogger("weft")
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 # Of a tensor that is rounded, read at a time: for a CPU what its caches hold, for a GPU what keeps
 # it busy longer than its launches take.
 CHUNK_BYTES, DEVICE_CHUNK_BYTES = 1 << 20, 32 << 20
@@ -131,20 +129,26 @@ class Checkpoint:
         """
         self._spec = spec
         self._folder = folder
-        self._open = {path: _open(path, files) for path in weight_files(folder)}
+        paths = [folder] if folder.is_file() else weight_files(folder)
+        self._open = {path: _open(path, files) for path in paths}
         self._stored = self._read_headers()
         self._prefix = self._find_prefix()
         experts = (".experts.down_proj", ".experts.down_proj_blocks")
         together = any(name.endswith(experts) for name in self._stored)
         whole = tuple(parameters(spec, stacked_experts=together))
-        self._codes = CodedPieces(
-            spec.stored_weights, folder, self._stored, self._full_name, self._read
-        )
+        self._codes = self._pieces()
         self._check(whole)
         if part is not None:
             spec, whole = part, tuple(parameters(part, stacked_experts=together))
         self._parameters = tuple(cut(whole, spec, shard))
         self._chunk_bytes = CHUNK_BYTES
+
+    def _pieces(self) -> CodedPieces | GgufPieces:
+        files = {path: file for path, file in self._open.items() if isinstance(file, GgufFile)}
+        if files:
+            return GgufPieces(files, self._full_name, self._folder)
+        stored = self._spec.stored_weights
+        return CodedPieces(stored, self._folder, self._stored, self._full_name, self._read)
 
     def load(
         self,
@@ -207,7 +211,11 @@ class Checkpoint:
     ) -> Any:
         """Return a parameter with its codes as they are stored."""
         kept = self._codes.storage(parameter, kept)
-        if kept.format == "int" and len(parameter.shape) == 2:
+        if (
+            isinstance(self._codes, CodedPieces)
+            and kept.format == "int"
+            and len(parameter.shape) == 2
+        ):
             whole = stacked(
                 [weight for p in parameter.pieces for _, weight in self._codes.weights(p, kept)]
             )
@@ -217,19 +225,23 @@ class Checkpoint:
         found = ops.quantise(name, parameter.shape, dtype, kept)
         for piece in parameter.pieces:
             matrix, first = _place(piece, found)
+            places: dict[int | None, int] = {}
             for expert, weight in self._codes.weights(piece, kept):
-                (matrix if expert is None else matrix[expert]).write(first, weight)
+                start = places.get(expert, first)
+                (matrix if expert is None else matrix[expert]).write(start, weight)
+                places[expert] = start + weight.shape[0]
         return found
 
     def _stored_as(self, parameter: Parameter) -> Storage | None:
         """Return how the codes of a parameter are kept, None for one that is or becomes floats."""
-        kinds = {bool(self._codes.parts(piece)) for piece in parameter.pieces}
-        if len(kinds) > 1:
+        tied = parameter.name == "embed" and self._spec.tied_embeddings
+        kinds = {self._codes.is_coded(piece) for piece in parameter.pieces}
+        if len(kinds) > 1 and isinstance(self._codes, CodedPieces):
             names = ", ".join(self._full_name(piece) for piece in parameter.pieces)
             raise CheckpointError(f"{self._folder}: only some of {names} are quantised")
         if kinds != {True} or self._spec.stored_weights is None:
             return None
-        return stored_as(self._spec.stored_weights, parameter)
+        return stored_as(self._spec.stored_weights, parameter, tied=tied)
 
     def _round(self, parameter: Parameter, weight: Any) -> None:
         """Write the pieces of a parameter into the matrix, or the experts' matrices, it becomes."""
@@ -461,46 +473,6 @@ def _tensors(path: Path, file: SafetensorsFile | GgufFile) -> Iterator[StoredTen
             yield StoredTensor(name, path, file.shape(name), "F32", 0)
         return
     yield from file.tensors()
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder: those of the index, or the single one.
-
-    A GGUF file stands for itself.
-    """
-    if folder.is_file():
-        return [folder]
-    if (folder / INDEX).is_file():
-        return _indexed_files(folder)
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
-    pickles = sorted(p.name for p in folder.glob("*") if p.suffix in {".bin", ".pt", ".pth"})
-    if pickles:
-        raise CheckpointError(
-            f"{folder} has its weights only in pickle files ({', '.join(pickles[:3])}), which can "
-            "run code and are never read; convert them to safetensors"
-        )
-    raise CheckpointError(
-        f"{folder} has no weights that weft reads: neither {SINGLE} nor {INDEX}; "
-        "fetch or convert them as safetensors"
-    )
-
-
-def _indexed_files(folder: Path) -> list[Path]:
-    path = folder / INDEX
-    weight_map = read_object(path, CheckpointError, MOST_INDEX_BYTES).get("weight_map")
-    named = list(weight_map.values()) if isinstance(weight_map, dict) else [None]
-    names = sorted({name for name in named if isinstance(name, str)})
-    if len(names) == 0 or not all(isinstance(name, str) for name in named):
-        raise CheckpointError(f"{path} has no weight_map of names of files; fetch it again")
-    there = {file.name for file in folder.iterdir() if file.is_file()}
-    absent = [name for name in names if name not in there]
-    if absent:
-        raise CheckpointError(
-            f"{path} names files that are not in the folder: "
-            f"{', '.join(short(name) for name in absent[:LISTED])}; fetch them again"
-        )
-    return [folder / name for name in names]
 
 
 def _listed(what: str, names: list[str], hint: str) -> Iterator[str]:

@@ -6,12 +6,14 @@ config.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from weft.kernels.storage import Storage
+from weft.kernels.storage import Storage, common_storage
 from weft.models.config_reader import ConfigReader
 
 METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4")
+GGUF = "gguf"  # the method of GGUF files, whose tensors have types of their own
 FP8_METHODS = ("float-quantized", "fp8")
 MX_METHODS = ("mxfp4", "mxfp4-pack-quantized")
 GROUPS = (32, 64, 128)
@@ -56,11 +58,29 @@ class StoredWeights:
     one_scale: bool = False  # of FP8: one for all of a weight
     inputs: str = "token"  # of FP8: how activations are rounded, see ``Storage``
     block_rows: int = 0  # of FP8 with a scale for ``group`` inputs of so many outputs
+    kinds: str = ""  # of GGUF: the types of its tensors
+    tensors: tuple[tuple[str, Storage], ...] = ()  # of GGUF: those with codes
 
     @property
     def is_float(self) -> bool:
         """Whether the weights are FP8 or MXFP4, and not integers."""
         return self.method in (*FP8_METHODS, *MX_METHODS)
+
+    @property
+    def may_be_rounded(self) -> bool:
+        """Whether ``quantize`` applies to the numbers that the codes stand for."""
+        return self.is_float or self.method == GGUF
+
+    def common(self, names: Iterable[str]) -> Storage | None:
+        """Return how tensors of a GGUF file are kept together; None: one of them is of floats.
+
+        Args:
+            names: without what stands before ``layers.``.
+        """
+        known = {name.removeprefix("model."): storage for name, storage in self.tensors}
+        found = [known.get(name) for name in names]
+        coded = [storage for storage in found if storage is not None]
+        return common_storage(coded) if len(coded) == len(found) else None
 
     def storage(self, inputs: int) -> Storage:
         """Return how kernels hold a weight of so many inputs as it is stored."""
@@ -73,6 +93,8 @@ class StoredWeights:
         return Storage(self.bits, group, scales, self.zeros)
 
     def __str__(self) -> str:
+        if self.method == GGUF:
+            return f"GGUF's {self.kinds}"
         if self.method in MX_METHODS:
             return f"{self.method}, blocks of {self.group}"
         name = "" if self.method == "fp8" else f"{self.method} "

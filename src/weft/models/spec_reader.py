@@ -23,7 +23,9 @@ from weft.models.spec import ModelSpec
 def read_spec(folder: Path, max_model_len: int | None = None) -> ModelSpec:
     """Read ``config.json`` of a model folder, or a GGUF file; see ``spec_from_config``."""
     if folder.suffix == SUFFIX and folder.is_file():
-        return spec_from_config(GgufFile(folder).config(), max_model_len)
+        file = GgufFile(folder)
+        spec = spec_from_config(file.config(), max_model_len)
+        return replace(spec, stored_weights=file.stored_weights())
     config = read_object(folder / "config.json", UnsupportedModelError)
     check_depth(config, "config.json", UnsupportedModelError)
     return with_modules(spec_from_config(config, max_model_len), folder)

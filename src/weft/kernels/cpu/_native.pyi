@@ -52,39 +52,30 @@ def advance_delta(
 
 layout_version: int
 
+MatrixForm = tuple[int, int, int, bool, int, int, int, bool, bool, bool]
+
 class Matrix:
     @staticmethod
     def pack(pieces: list[_View], gated: bool) -> Matrix: ...
     @staticmethod
-    def quantised(
-        format: int,
-        outputs: int,
-        inputs: int,
-        gated: bool,
-        type: int,
-        group: int,
-        scale_type: int,
-        zeros: bool,
-    ) -> Matrix: ...
+    def quantised(form: MatrixForm) -> Matrix: ...
     @staticmethod
-    def mapped(
-        format: int,
-        outputs: int,
-        inputs: int,
-        gated: bool,
-        type: int,
-        group: int,
-        scale_type: int,
-        zeros: bool,
-        data: int,
-        bytes: int,
-        owner: object,
-    ) -> Matrix: ...
+    def mapped(form: MatrixForm, data: int, bytes: int, owner: object) -> Matrix: ...
     @property
-    def form(self) -> tuple[int, int, int, bool, int, int, int, bool]: ...
+    def form(self) -> MatrixForm: ...
     @property
     def data(self) -> int: ...
-    def write(self, first: int, rows: int, values: int, scales: int, zeros: int) -> None: ...
+    def write(
+        self,
+        first: int,
+        rows: int,
+        values: int,
+        scales: int,
+        zeros: int,
+        minimums: int = 0,
+        steps: int = 0,
+        minimum_steps: int = 0,
+    ) -> None: ...
     def write_rounded(self, first: int, rows: int, data: int, type: int, stride: int) -> None: ...
     @property
     def bytes(self) -> int: ...

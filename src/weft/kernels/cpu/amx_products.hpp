@@ -20,28 +20,38 @@ inline int64_t step_inputs(int64_t group) {
   return 4 * quarters;
 }
 
-// Four bits as bytes, four inputs of each column after the other. Prefetches what comes after.
-inline void widen_block(const uint8_t* from, int64_t group, uint8_t* to) {
-  for (int64_t step = 0; step < group / 8; ++step, from += step_bytes, to += 2 * step_bytes) {
-    for (int64_t i = 0; i < step_bytes; i += 4 * W) {
-      if (i % 64 == 0) __builtin_prefetch(from + group / 8 * step_bytes + i, 0, 2);
-      const ivec w = load_bytes(from + i);
-      *reinterpret_cast<ivec_at*>(to + i) = low_halves(w);
-      *reinterpret_cast<ivec_at*>(to + step_bytes + i) = high_halves(w);
+// Codes as bytes, four inputs of each column after the other. Prefetches what comes after.
+inline void widen_block(const QuantWeight& weight, const uint8_t* block, uint8_t* to) {
+  const CodePlaces from = places_of(weight, block, 0);
+  with_code(weight, [&]<Code code>() {
+    constexpr int fours = static_cast<int>(code.step_inputs() / 4);
+    const int64_t bytes = step_bytes * code.bits * fours / 8;  // that a step is read from
+    for (int64_t step = 0; step < weight.group / code.step_inputs(); ++step) {
+      const uint8_t* ahead = block + weight.block_bytes() + step * bytes;
+      for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(ahead + i, 0, 2);
+#pragma GCC unroll 8
+      for (int four = 0; four < fours; ++four, to += step_bytes) {
+        for (int v = 0; v < step_bytes / (4 * W); ++v) {
+          *reinterpret_cast<ivec_at*>(to + 4 * W * v) = bytes_of<code>(from, step, four, v);
+        }
+      }
     }
-  }
+  });
 }
 
 // Scales the integer sums of a group, [count][panel_columns], and adds them to so many rows. `at`
 // is the place of the first of these, and of the group, among scales and sums.
-template <bool zeros>
-void add_scaled(const QuantWeight& weight, const uint8_t* block, bool first, const int32_t* dots,
-                const QuantRows& rows, int64_t at, int64_t count, float* out, int64_t out_stride) {
+template <bool zeros, bool minimums>
+void add_scaled(const QuantWeight& weight, const QuantBlocks& block, bool first,
+                const int32_t* dots, const QuantRows& rows, int64_t at, int64_t count, float* out,
+                int64_t out_stride) {
   const int64_t groups = weight.groups();
-  const int32_t one_zero = 1 << (weight.bits - 1);  // of all columns, if they have none of their own
+  const int32_t one_zero = weight.centre();  // of all columns, if they have none of their own
   for (int64_t column = 0; column < panel_columns; column += W) {
     ivec zero{};
-    if constexpr (zeros) zero = zeros_of(weight, block, column);
+    vec minimum{};
+    if constexpr (zeros) zero = zeros_of(weight, block.block, column);
+    if constexpr (minimums) minimum = minimums_of(weight, block, column);
     const vec scale = scales_of(weight, block, column);
     for (int64_t r = 0; r < count; ++r) {
       const int64_t i = at + r * groups;
@@ -52,7 +62,11 @@ void add_scaled(const QuantWeight& weight, const uint8_t* block, bool first, con
       } else {
         part -= one_zero * rows.sums[i];
       }
-      store(to, (first ? vec{} : load(to)) + to_float(part) * (scale * rows.scales[i]));
+      vec more = to_float(part) * (scale * rows.scales[i]);
+      if constexpr (minimums) {
+        more = more - minimum * (rows.scales[i] * static_cast<float>(rows.sums[i]));
+      }
+      store(to, (first ? vec{} : load(to)) + more);
     }
   }
 }
@@ -66,12 +80,16 @@ void multiply_integers(const QuantWeight& weight, int64_t panel, const QuantRows
   const int64_t inputs = step_inputs(group);
   alignas(64) int32_t dots[2 * tile_rows * panel_columns];
   alignas(64) uint8_t bytes[longest_group * panel_columns];
-  const uint8_t* block = weight.blocks + panel * weight.panel_bytes();
+  QuantBlocks block(weight, panel);
+  const bool widened = weight.bits != 8;
+  const auto add = weight.zeros      ? add_scaled<true, false>
+                   : weight.minimums ? add_scaled<false, true>
+                                     : add_scaled<false, false>;
   Tiles::configure(config_of(split.rows, inputs));
-  for (int64_t g = 0; g < groups; ++g, block += weight.block_bytes()) {
-    const uint8_t* values = block + weight.values_at();
-    if (weight.bits == 4) widen_block(values, group, bytes);
-    const auto* w = reinterpret_cast<const char*>(weight.bits == 4 ? bytes : values);
+  for (int64_t g = 0; g < groups; ++g, block.next()) {
+    if (widened) widen_block(weight, block.block, bytes);
+    const uint8_t* values = widened ? bytes : block.block + weight.values_at();
+    const auto* w = reinterpret_cast<const char*>(values);
     const auto x_of = [&](int64_t row) {
       return reinterpret_cast<const char*>(rows.values + (first + row) * x_stride + g * group);
     };
@@ -95,7 +113,6 @@ void multiply_integers(const QuantWeight& weight, int64_t panel, const QuantRows
         store_sums<Tiles, R, C>(sums, panel_columns);
       }
       const int64_t end = last + split.rows;
-      const auto add = weight.zeros ? add_scaled<true> : add_scaled<false>;
       add(weight, block, g == 0, dots + (done - start) * panel_columns, rows,
           (first + done) * groups + g, end - done, out + done * out_stride, out_stride);
       done = end;

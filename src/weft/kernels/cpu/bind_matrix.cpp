@@ -20,38 +20,36 @@ std::unique_ptr<Matrix> pack(nb::list views, bool gated) {
   return Matrix::pack(pieces, gated);
 }
 
-weft::MatrixForm form_of(int format, int64_t outputs, int64_t inputs, bool gated, int type,
-                         int64_t group, int scale_type, bool zeros) {
-  return {static_cast<weft::Format>(format), outputs, inputs, gated,
-          static_cast<weft::DType>(type), group, static_cast<weft::DType>(scale_type), zeros};
+// The numbers of `form` below, in their order.
+weft::MatrixForm form_of(nb::tuple numbers) {
+  const auto at = [&](int i) { return nb::cast<int64_t>(nb::int_(numbers[i])); };
+  return {static_cast<weft::Format>(at(0)), at(1),      at(2),      at(3) != 0,
+          static_cast<weft::DType>(at(4)),  at(5),      static_cast<weft::DType>(at(6)),
+          at(7) != 0,                       at(8) != 0, at(9) != 0};
 }
 
-std::unique_ptr<Matrix> quantised(int format, int64_t outputs, int64_t inputs, bool gated,
-                                  int type, int64_t group, int scale_type, bool zeros) {
-  return Matrix::quantised(
-      form_of(format, outputs, inputs, gated, type, group, scale_type, zeros));
-}
+std::unique_ptr<Matrix> quantised(nb::tuple form) { return Matrix::quantised(form_of(form)); }
 
 // `owner` is whatever keeps the memory alive; it lives as long as the matrix.
-std::unique_ptr<Matrix> mapped(int format, int64_t outputs, int64_t inputs, bool gated, int type,
-                               int64_t group, int scale_type, bool zeros, uintptr_t data,
-                               int64_t bytes, nb::object) {
-  return Matrix::mapped(form_of(format, outputs, inputs, gated, type, group, scale_type, zeros),
-                        reinterpret_cast<const char*>(data), bytes);
+std::unique_ptr<Matrix> mapped(nb::tuple form, uintptr_t data, int64_t bytes, nb::object) {
+  return Matrix::mapped(form_of(form), reinterpret_cast<const char*>(data), bytes);
 }
 
 nb::tuple form(const Matrix& matrix) {
   const weft::MatrixForm form = matrix.form();
   return nb::make_tuple(static_cast<int>(form.format), form.outputs, form.inputs, form.gated,
                         static_cast<int>(form.type), form.group,
-                        static_cast<int>(form.scale_type), form.zeros);
+                        static_cast<int>(form.scale_type), form.zeros, form.minimums, form.nested);
 }
 
 void write_values(Matrix& matrix, int64_t first, int64_t rows, uintptr_t values, uintptr_t scales,
-                  uintptr_t zeros) {
+                  uintptr_t zeros, uintptr_t minimums, uintptr_t steps, uintptr_t minimum_steps) {
   const nb::gil_scoped_release released;
-  matrix.write(first, rows, reinterpret_cast<const uint8_t*>(values),
-               reinterpret_cast<const char*>(scales), reinterpret_cast<const uint8_t*>(zeros));
+  matrix.write(first, rows,
+               {reinterpret_cast<const uint8_t*>(values), reinterpret_cast<const char*>(scales),
+                reinterpret_cast<const uint8_t*>(zeros), reinterpret_cast<const char*>(minimums),
+                reinterpret_cast<const int8_t*>(steps),
+                reinterpret_cast<const int8_t*>(minimum_steps)});
 }
 
 void write_rounded(Matrix& matrix, int64_t first, int64_t rows, uintptr_t data, int type,
@@ -89,18 +87,15 @@ void bind_matrix(nb::module_& m) {
   m.attr("layout_version") = weft::layout_version;
   nb::class_<Matrix>(m, "Matrix")
       .def_static("pack", &pack, nb::arg("pieces"), nb::arg("gated"))
-      .def_static("quantised", &quantised, nb::arg("format"), nb::arg("outputs"),
-                  nb::arg("inputs"), nb::arg("gated"), nb::arg("type"), nb::arg("group"),
-                  nb::arg("scale_type"), nb::arg("zeros"))
-      .def_static("mapped", &mapped, nb::arg("format"), nb::arg("outputs"), nb::arg("inputs"),
-                  nb::arg("gated"), nb::arg("type"), nb::arg("group"), nb::arg("scale_type"),
-                  nb::arg("zeros"), nb::arg("data"), nb::arg("bytes"), nb::arg("owner"),
-                  nb::keep_alive<0, 11>())
+      .def_static("quantised", &quantised, nb::arg("form"))
+      .def_static("mapped", &mapped, nb::arg("form"), nb::arg("data"), nb::arg("bytes"),
+                  nb::arg("owner"), nb::keep_alive<0, 4>())
       .def_prop_ro("form", &form)
       .def_prop_ro("data",
                    [](const Matrix& matrix) { return reinterpret_cast<uintptr_t>(matrix.data()); })
       .def("write", &write_values, nb::arg("first"), nb::arg("rows"), nb::arg("values"),
-           nb::arg("scales"), nb::arg("zeros"))
+           nb::arg("scales"), nb::arg("zeros"), nb::arg("minimums") = 0, nb::arg("steps") = 0,
+           nb::arg("minimum_steps") = 0)
       .def("write_rounded", &write_rounded, nb::arg("first"), nb::arg("rows"), nb::arg("data"),
            nb::arg("type"), nb::arg("stride"))
       .def_prop_ro("bytes", &Matrix::bytes)

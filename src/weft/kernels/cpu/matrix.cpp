@@ -88,19 +88,32 @@ namespace {
 constexpr int64_t activation_group = 128;  // where a whole row of weights has one scale
 constexpr int64_t most_numbers = 1 << 28;  // of outputs and of inputs, so that sizes fit 64 bits
 
+int bits_of(Format format) {
+  return format == Format::int8 ? 8 : format == Format::int6 ? 6 : format == Format::int5 ? 5 : 4;
+}
+
+CodeTable table_of(Format format) {
+  return format == Format::nl4    ? CodeTable::nonlinear
+         : format == Format::mx4 ? CodeTable::e2m1
+                                  : CodeTable::none;
+}
+
 QuantWeight quant_of(const MatrixForm& form) {
   if (!is_quantised(form.format)) return {};
   return {.depth = form.inputs,
           .group = form.group == 0 ? activation_group : form.group,
-          .bits = form.format == Format::int8 ? 8 : 4,
+          .bits = bits_of(form.format),
           .scale_type = form.scale_type,
-          .zeros = form.zeros};
+          .zeros = form.zeros,
+          .minimums = form.minimums,
+          .nested = form.nested,
+          .table = table_of(form.format)};
 }
 
 void check(const MatrixForm& form) {
   const bool floats = form.format == Format::f32 || form.format == Format::bf16;
-  if (!floats && form.format != Format::int8 && form.format != Format::int4) {
-    throw std::invalid_argument("a matrix is of float32, bfloat16, int8 or int4");
+  if (form.format < Format::f32 || form.format > Format::mx4) {
+    throw std::invalid_argument("a matrix is of float32, bfloat16 or codes of 8 to 4 bits");
   }
   if (form.type != DType::f32 && form.type != DType::bf16) {
     throw std::invalid_argument("activations are float32 or bfloat16");
@@ -117,10 +130,20 @@ void check(const MatrixForm& form) {
   }
   const int64_t group = quant_of(form).group;
   if (!floats && (group < 16 || group > 256 || group % 16 != 0)) {
-    throw std::invalid_argument("a quantised matrix has int8 or int4 and groups of 16 to 256");
+    throw std::invalid_argument("a quantised matrix has codes in groups of 16 to 256");
   }
   if (!floats && !(form.scale_type <= DType::f16)) {
     throw std::invalid_argument("scales are float32, bfloat16 or float16");
+  }
+  if (form.format == Format::int5 && group % 32 != 0) {
+    throw std::invalid_argument("codes of 5 bits have groups of multiples of 32");
+  }
+  if (form.nested && (form.group == 0 || quant_nest % group != 0)) {
+    throw std::invalid_argument("nested scales are of groups that divide 256");
+  }
+  const bool tabled = table_of(form.format) != CodeTable::none;
+  if ((form.minimums && form.group == 0) || form.zeros + form.minimums + tabled > 1) {
+    throw std::invalid_argument("codes have zeros, minimums of groups, or a table");
   }
 }
 
@@ -167,7 +190,7 @@ void Matrix::place() {
 
 std::unique_ptr<Matrix> Matrix::quantised(const MatrixForm& form) {
   if (!is_quantised(form.format)) {
-    throw std::invalid_argument("a quantised matrix has int8 or int4 and groups of 16 to 256");
+    throw std::invalid_argument("a quantised matrix has codes in groups of 16 to 256");
   }
   check(form);
   return std::unique_ptr<Matrix>(new Matrix(form));
@@ -194,6 +217,8 @@ MatrixForm Matrix::form() const {
   form.group = column_scales_ ? 0 : quant_.group;
   form.scale_type = quant_.scale_type;
   form.zeros = quant_.zeros;
+  form.minimums = quant_.minimums;
+  form.nested = quant_.nested;
   return form;
 }
 
@@ -215,22 +240,30 @@ void each_row(int64_t rows, const auto& body) {
 
 }  // namespace
 
-void Matrix::write(int64_t first, int64_t rows, const uint8_t* values, const char* scales,
-                   const uint8_t* zeros) {
+void Matrix::write(int64_t first, int64_t rows, const QuantInput& from) {
   check_writable();
-  const int64_t groups = quant_.column_scales == nullptr ? quant_.groups() : 1;
-  const int64_t scale_bytes = quant_.column_scales == nullptr ? size_of(quant_.scale_type) : 4;
+  const bool whole = quant_.column_scales != nullptr;
+  const int64_t groups = whole ? 1 : quant_.groups();
+  const int64_t scales = quant_.nested ? (inputs_ + quant_nest - 1) / quant_nest : groups;
+  const int64_t wide = quant_.nested ? 2 : whole ? 4 : size_of(quant_.scale_type);
+  const auto at = [](const auto* rows, int64_t offset) {
+    return rows == nullptr ? nullptr : rows + offset;
+  };
   each_row(rows, [&](int64_t row) {
     const auto [panel, column] = place_of(first + row);
     quant_.write_column(panel, column,
-                        {values + row * inputs_, scales + row * groups * scale_bytes,
-                         zeros == nullptr ? nullptr : zeros + row * groups});
+                        {from.values + row * inputs_, from.scales + row * scales * wide,
+                         at(from.zeros, row * groups), at(from.minimums, row * scales * wide),
+                         at(from.steps, row * groups), at(from.minimum_steps, row * groups)});
   });
 }
 
 void Matrix::write_rounded(int64_t first, const Tensor& weight) {
   check_writable();
   const bool whole = quant_.column_scales != nullptr;
+  if ((format_ != Format::int8 && format_ != Format::int4) || quant_.nested || quant_.minimums) {
+    throw std::invalid_argument("floats are rounded to int8 or int4");
+  }
   const int64_t group = whole ? inputs_ : quant_.group;
   const int64_t padded = round_up(inputs_, 16), row_bytes = weight.stride[0] * size_of(weight.type);
   each_row(weight.shape[0], [&](int64_t row) {
@@ -252,7 +285,7 @@ void Matrix::write_rounded(int64_t first, const Tensor& weight) {
       scales_here = halves.data();
     }
     const auto [panel, column] = place_of(first + row);
-    quant_.write_column(panel, column, {values.data(), scales_here, nullptr});
+    quant_.write_column(panel, column, {values.data(), scales_here});
   });
 }
 

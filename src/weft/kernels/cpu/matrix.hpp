@@ -45,6 +45,18 @@ struct MatrixForm {
   int64_t group = 0;
   DType scale_type = DType::f32;
   bool zeros = false;
+  bool minimums = false;
+  bool nested = false;  // scales and minimums
+};
+
+// Rows of codes as they are written to a matrix, each contiguous: see `QuantColumn`.
+struct QuantInput {
+  const uint8_t* values;  // [rows, inputs]
+  const char* scales;     // [rows, groups]; of nested ones [rows, nests]
+  const uint8_t* zeros;   // [rows, groups], or none
+  const char* minimums = nullptr;
+  const int8_t* steps = nullptr;  // [rows, groups]
+  const int8_t* minimum_steps = nullptr;
 };
 
 class Matrix {
@@ -53,17 +65,15 @@ class Matrix {
   // one before. `gated`: the first half of all outputs are gates, the second half the values they
   // multiply; both halves share panels. Throws std::invalid_argument.
   static std::unique_ptr<Matrix> pack(std::span<const Tensor> pieces, bool gated);
-  // An int8 or int4 matrix for activations of `type`, whose outputs are written next, in any
-  // order. `group` inputs share a scale of `scale_type`; 0: all of them, a float32 one.
+  // A matrix of integers for activations of `type`, whose outputs are written next, in any order.
+  // `group` inputs share a scale of `scale_type`; 0: all of them, a float32 one.
   static std::unique_ptr<Matrix> quantised(const MatrixForm& form);
   // A matrix whose bytes lie in memory of the caller's, which outlives it and is not written; such
   // as a file that is mapped. Throws std::invalid_argument if they are not as many as `form` has, or
   // not aligned to `matrix_alignment`.
   static std::unique_ptr<Matrix> mapped(const MatrixForm& form, const char* data, int64_t bytes);
-  // Writes the outputs from `first` on: rows of values [rows, inputs], scales and zeros [rows,
-  // groups], each contiguous.
-  void write(int64_t first, int64_t rows, const uint8_t* values, const char* scales,
-             const uint8_t* zeros);
+  // Writes the outputs from `first` on.
+  void write(int64_t first, int64_t rows, const QuantInput& from);
   // The same from a float32 or bfloat16 tensor, rounded to the nearest. Throws
   // std::invalid_argument for numbers that are not finite.
   void write_rounded(int64_t first, const Tensor& weight);

@@ -27,9 +27,12 @@ from weft.kernels.arrays import (
 )
 from weft.kernels.cpu import _native
 from weft.kernels.quantized import Quantized
-from weft.kernels.storage import GATED, MULTIPLIED, PackedForm, Storage, end_of_rows
+from weft.kernels.storage import GATED, MULTIPLIED, TABLES, PackedForm, Storage, end_of_rows
 
-FORMATS = {0: "float32", 1: "bfloat16", 2: "int8", 3: "int4"}  # by `Format` in panel.hpp
+# By `Format` in panel.hpp.
+FORMATS = {0: "float32", 1: "bfloat16", 2: "int8", 3: "int4", 4: "int5", 5: "int6"}
+FORMATS |= {6: "nl4", 7: "mx4"}
+CODE_OF = {name: code for code, name in FORMATS.items()}
 ACTIVATIONS = ("float32", "bfloat16")  # names of the types of what is multiplied
 
 
@@ -83,16 +86,19 @@ class CpuMatrix:
         outputs, inputs = shape
         matrix = cls.__new__(cls)
         matrix.shape, matrix.dtype, matrix.gated = (outputs, inputs), dtype, gated
-        matrix.native = _native.Matrix.quantised(
-            {8: 2, 4: 3}[storage.bits],
-            outputs,
-            inputs,
+        name = f"int{storage.bits}" if storage.format == "int" else storage.format
+        form = PackedForm(
+            name,
+            (outputs, inputs),
             gated,
-            CODES[dtype],
+            dtype,
             storage.group or 0,
-            CODES[storage.scales],
+            storage.scales,
             storage.zeros,
+            storage.minimums,
+            storage.nested,
         )
+        matrix.native = _native.Matrix.quantised(_numbers(form))
         return matrix
 
     @classmethod
@@ -109,26 +115,17 @@ class CpuMatrix:
         matrix.shape, matrix.gated = form.shape, form.gated
         matrix.dtype = form.dtype
         matrix.native = _native.Matrix.mapped(
-            {name: code for code, name in FORMATS.items()}[form.format],
-            *form.shape,
-            form.gated,
-            CODES[form.dtype],
-            form.group,
-            CODES[form.scales],
-            form.zeros,
-            address(numbers),
-            len(numbers),
-            numbers,
+            _numbers(form), address(numbers), len(numbers), numbers
         )
         return matrix
 
     @property
     def form(self) -> PackedForm:
         """What ``mapped`` takes beside the bytes."""
-        code, outputs, inputs, gated, dtype, group, scales, zeros = self.native.form
+        code, outputs, inputs, gated, dtype, group, scales, *flags = self.native.form
         names = list(CODES)
         return PackedForm(
-            FORMATS[code], (outputs, inputs), gated, names[dtype], group, names[scales], zeros
+            FORMATS[code], (outputs, inputs), gated, names[dtype], group, names[scales], *flags
         )
 
     @property
@@ -149,10 +146,10 @@ class CpuMatrix:
             scales = rows.scales
             if rows.storage.group is None:
                 scales = scales.astype(np.float32)
-            values, scales = np.ascontiguousarray(rows.values), np.ascontiguousarray(scales)
-            zeros = None if rows.zeros is None else np.ascontiguousarray(rows.zeros)
-            zeros_at = 0 if zeros is None else address(zeros)
-            self.native.write(first, count, address(values), address(scales), zeros_at)
+            parts = [rows.values, scales, rows.zeros, rows.minimums, rows.steps, rows.minimum_steps]
+            kept = [None if part is None else np.ascontiguousarray(part) for part in parts]
+            places = [0 if part is None else address(part) for part in kept]
+            self.native.write(first, count, *places)
             return
         rows = to_numpy(rows)
         rows = dense_rows(rows if rows.dtype.name in ACTIVATIONS else rows.astype(np.float32))
@@ -168,6 +165,13 @@ class CpuMatrix:
     def format(self) -> str:
         """The storage format of the numbers: one of ``FORMATS``."""
         return FORMATS[self.native.format]
+
+
+def _numbers(form: PackedForm) -> tuple[int, int, int, bool, int, int, int, bool, bool, bool]:
+    """A form as the native part has it."""
+    flags = (form.zeros, form.minimums, form.nested)
+    sizes = (*form.shape, form.gated, CODES[form.dtype], form.group, CODES[form.scales])
+    return (CODE_OF[form.format], *sizes, *flags)
 
 
 def linear(x: Array, matrix: CpuMatrix, bias: Array | None, dtype: str | None = None) -> Array:
@@ -237,7 +241,7 @@ def pack(parameter: str, array: Array | list[Array]) -> Array | CpuMatrix | tupl
 
 def computes(storage: Storage) -> bool:
     """Whether there are kernels for this storage; there are for all integer formats."""
-    return storage.format == "int"
+    return storage.format == "int" or storage.format in TABLES
 
 
 def quantised(

@@ -21,7 +21,16 @@ namespace weft {
 // `multiply` in panel.cpp; sums, epilogues and everything above stay as they are.
 //
 // The formats of integers are packed and multiplied as quant.hpp says.
-enum class Format : int { f32 = 0, bf16 = 1, int8 = 2, int4 = 3 };
+enum class Format : int {
+  f32 = 0,
+  bf16 = 1,
+  int8 = 2,
+  int4 = 3,
+  int5 = 4,
+  int6 = 5,
+  nl4 = 6,  // 4 bits that choose from a table, see CodeTable
+  mx4 = 7,
+};
 inline constexpr int num_formats = 2;  // of floats
 static inline bool is_quantised(Format format) { return static_cast<int>(format) >= num_formats; }
 

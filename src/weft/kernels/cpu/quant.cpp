@@ -26,47 +26,91 @@ float number_at(const uint8_t* data, DType type, int64_t i) {
   return type == DType::f16 ? widen_f16(half) : std::bit_cast<float>(uint32_t{half} << 16);
 }
 
+// A scale or minimum of a group: a number of the block, or a step of one of its nest's.
+float scale_at(const QuantWeight& weight, const QuantBlocks& at, int64_t column, bool minimum) {
+  const uint8_t* here = at.block + (minimum ? weight.minimums_at() : 0);
+  if (!weight.nested) return number_at(here, weight.scale_type, column);
+  const uint8_t* base = at.head + (minimum ? 2 * quant_columns : 0);
+  return number_at(base, DType::f16, column) * static_cast<float>(static_cast<int8_t>(here[column]));
+}
+
+// The code of input k of a group.
+int code_at(const QuantWeight& weight, const uint8_t* block, int64_t k, int64_t column) {
+  const uint8_t* values = block + weight.values_at() + 4 * column + k % 4;
+  constexpr int64_t line = 4 * quant_columns;
+  if (weight.bits == 8) return values[k / 4 * line];
+  const int low = values[k / 8 * line] >> (k % 8 < 4 ? 0 : 4) & 15;
+  if (weight.bits == 4) return low;
+  const int more = weight.bits - 4, fours = 8 / more;
+  const uint8_t byte = block[weight.high_at() + 4 * column + k % 4 + k / (4 * fours) * line];
+  return low | (byte >> (k / 4 % fours * more) & ((1 << more) - 1)) << 4;
+}
+
 }  // namespace
 
 void QuantWeight::write_column(int64_t panel, int64_t column, const QuantColumn& from) const {
-  const int64_t wide = size_of(scale_type);
+  const int64_t wide = size_of(nested ? DType::f16 : scale_type);
   if (column_scales != nullptr) {
     std::memcpy(column_scales + panel * quant_columns + column, from.scales, sizeof(float));
   }
-  uint8_t* block = blocks + panel * panel_bytes();
-  for (int64_t g = 0; g < groups(); ++g, block += block_bytes()) {
-    if (column_scales == nullptr) {
-      const auto* scales = static_cast<const char*>(from.scales);
-      std::memcpy(block + column * wide, scales + g * wide, wide);
+  const auto copy = [&](uint8_t* to, const void* numbers, int64_t i) {
+    std::memcpy(to + column * wide, static_cast<const char*>(numbers) + i * wide, wide);
+  };
+  QuantBlocks at(*this, panel);
+  for (int64_t g = 0; g < groups(); ++g, at.next()) {
+    uint8_t* const block = at.block;
+    if (nested) {
+      copy(at.head, from.scales, g / nest_groups());
+      block[column] = from.steps[g];
+      if (minimums) {
+        copy(at.head + 2 * quant_columns, from.minimums, g / nest_groups());
+        block[minimums_at() + column] = from.minimum_steps[g];
+      }
+    } else if (column_scales == nullptr) {
+      copy(block, from.scales, g);
+      if (minimums) copy(block + minimums_at(), from.minimums, g);
     }
-    const uint8_t zero = from.zeros == nullptr ? 1 << (bits - 1)
-                                               : from.zeros[column_scales == nullptr ? g : 0];
+    // What is beyond the depth adds nothing: its activations are zeros.
+    uint8_t zero = table == CodeTable::none ? centre() : 0;
+    if (from.zeros != nullptr) zero = from.zeros[column_scales == nullptr ? g : 0];
     if (zeros) block[zeros_at() + column] = zero;
+    uint8_t values[quant_nest];
+    const int64_t count = depth - g * group < group ? depth - g * group : group;
+    std::memset(values, zero, sizeof values);
+    std::memcpy(values, from.values + g * group, count);
     uint8_t* to = block + values_at() + 4 * column;
-    for (int64_t k = 0; k < group; k += 32 / bits, to += 4 * quant_columns) {
-      uint8_t values[8];  // what is beyond the depth adds nothing: its activations are zeros
-      const int64_t start = g * group + k, left = depth - start;
-      std::memset(values, zero, sizeof values);
-      if (left > 0) std::memcpy(values, from.values + start, left < 32 / bits ? left : 32 / bits);
+    for (int64_t k = 0; k < group; k += bits == 8 ? 4 : 8, to += 4 * quant_columns) {
       for (int i = 0; i < 4; ++i) {
-        to[i] = bits == 8 ? values[i] : static_cast<uint8_t>(values[i] | values[i + 4] << 4);
+        to[i] = bits == 8 ? values[k + i]
+                          : static_cast<uint8_t>((values[k + i] & 15) | values[k + 4 + i] << 4);
+      }
+    }
+    if (bits == 4 || bits == 8) continue;
+    const int64_t fours = 8 / (bits - 4);  // of inputs in a word of their other bits
+    to = block + high_at() + 4 * column;
+    for (int64_t k = 0; k < group; k += 4 * fours, to += 4 * quant_columns) {
+      for (int i = 0; i < 4; ++i) {
+        int rest = 0;
+        for (int64_t t = 0; t < fours; ++t) rest |= values[k + 4 * t + i] >> 4 << t * (bits - 4);
+        to[i] = static_cast<uint8_t>(rest);
       }
     }
   }
 }
 
 void QuantWeight::read_column(int64_t panel, int64_t column, float* to) const {
-  const uint8_t* block = blocks + panel * panel_bytes();
-  for (int64_t g = 0; g < groups(); ++g, block += block_bytes()) {
-    const float scale = column_scales == nullptr ? number_at(block, scale_type, column)
+  QuantBlocks at(*this, panel);
+  for (int64_t g = 0; g < groups(); ++g, at.next()) {
+    uint8_t* const block = at.block;
+    const float scale = column_scales == nullptr ? scale_at(*this, at, column, false)
                                                  : column_scales[panel * quant_columns + column];
-    const int zero = zeros ? block[zeros_at() + column] : 1 << (bits - 1);
-    const uint8_t* values = block + values_at() + 4 * column;
-    for (int64_t i = 0; i < group && g * group + i < depth; ++i) {
-      const int64_t step = i / (32 / bits), place = i % (32 / bits);
-      const uint8_t byte = values[step * 4 * quant_columns + place % 4];
-      const int value = bits == 8 ? byte : place < 4 ? byte & 15 : byte >> 4;
-      to[g * group + i] = static_cast<float>(value - zero) * scale;
+    const float minimum = minimums ? scale_at(*this, at, column, true) : 0.0f;
+    const int zero = zeros ? block[zeros_at() + column] : centre();
+    for (int64_t k = 0; k < group && g * group + k < depth; ++k) {
+      int code = code_at(*this, block, k, column);
+      if (table != CodeTable::none) code = code_tables[static_cast<int>(table)][code];
+      const float number = static_cast<float>(code - zero) * scale;
+      to[g * group + k] = minimums ? number - minimum : number;
     }
   }
 }

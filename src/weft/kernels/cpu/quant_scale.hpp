@@ -18,15 +18,37 @@ inline vec load_scales(const uint8_t* block, DType type, int64_t column) {
   return widen(*reinterpret_cast<const hvec_at*>(half), type);
 }
 
+// Bytes as integers; compilers would convert them one by one.
+inline ivec widen_unsigned(const uint8_t* from) {
+#if defined(__AVX512F__)
+  return (ivec)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#elif defined(__AVX2__)
+  return (ivec)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+#else
+  return __builtin_convertvector(*reinterpret_cast<const bvec_at*>(from), ivec);
+#endif
+}
+inline ivec widen_signed(const uint8_t* from) { return (widen_unsigned(from) ^ 128) - 128; }
+
+// Scales or minimums that are steps of a nest's float16.
+inline vec load_nested(const uint8_t* head, const uint8_t* steps, int64_t column) {
+  return load_scales(head, DType::f16, column) * to_float(widen_signed(steps + column));
+}
+
 // Of the columns from `column` on. Where a whole column has one scale, a group's is 1.
-inline vec scales_of(const QuantWeight& weight, const uint8_t* block, int64_t column) {
+inline vec scales_of(const QuantWeight& weight, const QuantBlocks& at, int64_t column) {
   if (weight.column_scales != nullptr) return vec{} + 1.0f;
-  return load_scales(block, weight.scale_type, column);
+  if (weight.nested) return load_nested(at.head, at.block, column);
+  return load_scales(at.block, weight.scale_type, column);
+}
+inline vec minimums_of(const QuantWeight& weight, const QuantBlocks& at, int64_t column) {
+  const uint8_t* here = at.block + weight.minimums_at();
+  if (weight.nested) return load_nested(at.head + 2 * quant_columns, here, column);
+  return load_scales(here, weight.scale_type, column);
 }
 inline ivec zeros_of(const QuantWeight& weight, const uint8_t* block, int64_t column) {
-  if (!weight.zeros) return ivec{} + (1 << (weight.bits - 1));
-  const uint8_t* from = block + weight.zeros_at() + column;
-  return __builtin_convertvector(*reinterpret_cast<const bvec_at*>(from), ivec);
+  if (!weight.zeros) return ivec{} + weight.centre();
+  return widen_unsigned(block + weight.zeros_at() + column);
 }
 
 // Where whole columns have scales, these are what a product ends with.

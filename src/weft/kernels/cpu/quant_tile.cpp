@@ -30,7 +30,7 @@ constexpr int slice_vectors = quant_slice / W;
 // One group of inputs of a panel, and a tile of rows.
 struct GroupTile {
   const QuantWeight& weight;
-  const uint8_t* block;
+  const QuantBlocks& at;
   bool first;       // group of the panel: the sums begin with it
   bool fetches;     // what comes after the block
   const int8_t* x;  // as `Dot` takes it
@@ -43,31 +43,31 @@ struct GroupTile {
 };
 
 // What the sums of a group begin with: the rows' sums, times the zeros.
-template <int rows, int bits, int vectors>
+template <int rows, int vectors>
 inline void begin_sums(const GroupTile& t, int64_t column, int64_t groups,
                        ivec (&part)[rows][vectors]) {
   if (!t.weight.zeros) {
+    const int centre = t.weight.centre();
     for (int r = 0; r < rows; ++r) {
-      const ivec begin = ivec{} - (t.sums[r * groups] << (bits - 1));
+      const ivec begin = ivec{} - t.sums[r * groups] * centre;
       for (int v = 0; v < vectors; ++v) part[r][v] = begin;
     }
     return;
   }
   for (int v = 0; v < vectors; ++v) {
-    const ivec zero = zeros_of(t.weight, t.block, column + v * W);
+    const ivec zero = zeros_of(t.weight, t.at.block, column + v * W);
     for (int r = 0; r < rows; ++r) part[r][v] = zero * -t.sums[r * groups];
   }
 }
 
 // The sums of a group, scaled, to those of the groups before.
-template <int rows, int vectors, bool own_scales>
+template <int rows, int vectors, bool own_scales, bool minimums>
 inline void add_sums(const GroupTile& t, int64_t column, int64_t groups,
                      const ivec (&part)[rows][vectors]) {
-  vec scale[vectors];
-  if constexpr (own_scales) {
-    for (int v = 0; v < vectors; ++v) {
-      scale[v] = load_scales(t.block, t.weight.scale_type, column + v * W);
-    }
+  vec scale[vectors], minimum[vectors];
+  for (int v = 0; v < vectors; ++v) {
+    if constexpr (own_scales) scale[v] = scales_of(t.weight, t.at, column + v * W);
+    if constexpr (minimums) minimum[v] = minimums_of(t.weight, t.at, column + v * W);
   }
   float* to = t.out + column;
   const int64_t stride = t.out_stride;
@@ -75,53 +75,67 @@ inline void add_sums(const GroupTile& t, int64_t column, int64_t groups,
   const bool first = t.first;
   for (int r = 0; r < rows; ++r, to += stride, scales += groups) {
     const vec factor = splat(*scales);
+    const vec total = splat(*scales * static_cast<float>(t.sums[r * groups]));
     for (int v = 0; v < vectors; ++v) {
       const vec sum = first ? vec{} : load(to + v * W);
-      store(to + v * W, sum + to_float(part[r][v]) * (own_scales ? scale[v] * factor : factor));
+      vec more = to_float(part[r][v]) * (own_scales ? scale[v] * factor : factor);
+      if constexpr (minimums) more = more - minimum[v] * total;
+      store(to + v * W, sum + more);
     }
   }
 }
 
 // `rows` rows by tile_vectors of columns from `column` on, or by a slice.
-template <int rows, int bits, bool slice>
+template <int rows, Code code, bool slice>
 void multiply_columns(const GroupTile& t, int64_t column) {
-  using D = Dot<bits>;
+  using D = Dot<code>;
   constexpr int vectors = slice ? slice_vectors : tile_vectors<rows>;
-  constexpr int64_t line_bytes = vectors * 4 * W, step_bytes = 4 * quant_columns;
-  const int64_t groups = t.weight.groups(), steps = t.weight.group * bits / 32;
+  constexpr int64_t line_bytes = vectors * 4 * W;
+  // What a step reads: whole lines of all columns.
+  constexpr int64_t step_lines = code.bits == 8 ? 1 : code.step_inputs() / 8 + (code.bits != 4);
+  constexpr int64_t step_bytes = step_lines * 4 * quant_columns;
+  const int64_t groups = t.weight.groups(), steps = t.weight.group / code.step_inputs();
   ivec part[rows][vectors];
-  begin_sums<rows, bits>(t, column, groups, part);
-  const uint8_t* from = t.block + t.weight.values_at() + 4 * column;
+  begin_sums<rows>(t, column, groups, part);
+  const CodePlaces from = places_of(t.weight, t.at.block, column);
   // Several passes over the columns of a block fetch the next one in order; a single pass leaves that
   // to the machine, and a slice fetches its own lines.
-  constexpr bool whole = line_bytes == step_bytes;
+  constexpr bool whole = line_bytes == 4 * quant_columns;
   // But one row of 8 bits, which runs at the memory's pace, is 5% faster with help from afar; 4 bits
   // are 15% slower.
-  constexpr bool lone = whole && rows == 1 && bits == 8;
+  constexpr bool lone = whole && rows == 1 && code.bits == 8;
   constexpr int64_t lone_bytes = 4 << 10;
-  const uint8_t* ahead = slice ? from + t.weight.block_bytes()
-                               : t.block + t.weight.block_bytes() + column * 4 * steps;
-  constexpr int64_t ahead_step = slice ? step_bytes : line_bytes;
-  for (int64_t step = 0; step < steps; ++step, from += step_bytes, ahead += ahead_step) {
+  const uint8_t* ahead = slice ? from.low + t.weight.block_bytes()
+                               : t.at.block + t.weight.block_bytes() +
+                                     column * 4 * step_lines * steps;
+  constexpr int64_t ahead_step = slice ? step_bytes : step_lines * line_bytes;
+  for (int64_t step = 0; step < steps; ++step, ahead += ahead_step) {
     if (t.fetches && !whole) {
-      for (int64_t i = 0; i < line_bytes; i += 64) __builtin_prefetch(ahead + i, 0, 3);
+      for (int64_t line = 0; line < step_lines; ++line) {
+        const uint8_t* at = ahead + line * (slice ? 4 * quant_columns : line_bytes);
+        for (int64_t i = 0; i < line_bytes; i += 64) __builtin_prefetch(at + i, 0, 3);
+      }
     }
     if (lone) {
-      for (int64_t i = 0; i < line_bytes; i += 64) __builtin_prefetch(from + lone_bytes + i, 0, 2);
+      const uint8_t* far = from.low + step * step_bytes + lone_bytes;
+      for (int64_t i = 0; i < line_bytes; i += 64) __builtin_prefetch(far + i, 0, 2);
     }
+#pragma GCC unroll 16
     for (int term = 0; term < D::terms; ++term) {
       typename D::Weights w[vectors];
-      for (int v = 0; v < vectors; ++v) w[v] = D::weights(from + 4 * W * v, term);
+      for (int v = 0; v < vectors; ++v) w[v] = D::weights(from, step, term, v);
       for (int r = 0; r < rows; ++r) {
         const typename D::Input in = D::input(t.x + r * t.x_stride, step, term);
         for (int v = 0; v < vectors; ++v) part[r][v] = D::add(part[r][v], w[v], in);
       }
     }
   }
-  if (t.weight.column_scales == nullptr) {
-    add_sums<rows, vectors, true>(t, column, groups, part);
+  if (t.weight.minimums) {
+    add_sums<rows, vectors, true, true>(t, column, groups, part);
+  } else if (t.weight.column_scales == nullptr) {
+    add_sums<rows, vectors, true, false>(t, column, groups, part);
   } else {
-    add_sums<rows, vectors, false>(t, column, groups, part);
+    add_sums<rows, vectors, false, false>(t, column, groups, part);
   }
 }
 
@@ -129,14 +143,12 @@ template <int rows, bool slice>
 void multiply_rows(const GroupTile& tile) {
   const int64_t begin = slice ? tile.slice * quant_slice : 0;
   const int64_t end = slice ? begin + quant_slice : quant_columns;
-  for (int64_t column = begin; column < end; column += tile_vectors<rows> * W) {
-    if (tile.weight.bits == 8) {
-      multiply_columns<rows, 8, slice>(tile, column);
-    } else {
-      multiply_columns<rows, 4, slice>(tile, column);
+  with_code(tile.weight, [&]<Code code>() {
+    for (int64_t column = begin; column < end; column += tile_vectors<rows> * W) {
+      multiply_columns<rows, code, slice>(tile, column);
+      if (slice) return;
     }
-    if (slice) return;
-  }
+  });
 }
 
 using MultiplyRows = void (*)(const GroupTile&);
@@ -151,8 +163,10 @@ void multiply_panel(const QuantWeight& weight, int64_t panel, int64_t slice, con
                     int64_t first, int64_t count, float* out, int64_t out_stride) {
   const int64_t groups = weight.groups(), group = weight.group;
   const int64_t tiles = (count + tile_rows - 1) / tile_rows;
-  const uint8_t* block = weight.blocks + panel * weight.panel_bytes();
-  for (int64_t g = 0; g < groups; ++g, block += weight.block_bytes()) {
+  bool spreads = false;
+  with_code(weight, [&]<Code code>() { spreads = Dot<code>::spread; });
+  QuantBlocks block(weight, panel);
+  for (int64_t g = 0; g < groups; ++g, block.next()) {
     for (int64_t tile = 0, row = 0; tile < tiles; ++tile) {
       const int64_t left = tiles - tile, n = (count - row + left - 1) / left;
       const int64_t at = (first + row) * groups + g;
@@ -160,7 +174,7 @@ void multiply_panel(const QuantWeight& weight, int64_t panel, int64_t slice, con
                   rows.scales + at, rows.sums + at, out + row * out_stride, out_stride,
                   slice};
       alignas(64) int8_t spread[tile_rows][2 * longest_group];
-      if (weight.bits == 8 ? Dot<8>::spread : Dot<4>::spread) {
+      if (spreads) {
         for (int64_t r = 0; r < n; ++r) spread_row(t.x + r * t.x_stride, group, spread[r]);
         t.x = spread[0];
         t.x_stride = sizeof spread[0];

@@ -47,7 +47,7 @@ constexpr auto add_pairs = add_floats;  // they are widened
 
 template <int bits>
 int64_t add_integers(int64_t rounds) {
-  using D = Dot<bits>;
+  using D = Dot<Code{bits}>;
   alignas(64) uint8_t bytes[4 * W];
   alignas(64) int8_t row[2 * longest_group] = {1, 2, 3, 4, 5, 6, 7, 8};
   for (int i = 0; i < 4 * W; ++i) bytes[i] = static_cast<uint8_t>(i);
@@ -55,7 +55,7 @@ int64_t add_integers(int64_t rounds) {
   union {
     typename D::Weights all;
     ivec parts[sizeof(typename D::Weights) / sizeof(ivec)];
-  } weights{D::weights(bytes, 0)};
+  } weights{D::weights(CodePlaces{bytes, bytes, bytes}, 0, 0, 0)};
   const typename D::Input x = D::input(row, 0, 0);
   for (int64_t round = 0; round < rounds; ++round) {
     for (ivec& sum : found) {

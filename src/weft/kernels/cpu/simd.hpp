@@ -60,15 +60,22 @@ inline uvec widen_words(hvec x) {
 #endif
 }
 
-// Of float16, exponent and mantissa are shifted into place and the bias is corrected by a
-// multiplication, which also normalises subnormals; infinity and NaN keep the largest exponent.
+// Of float16, exponent and mantissa are shifted into place and the bias is corrected; infinity and
+// NaN keep the largest exponent. Subnormals are integers times a power of two: shifted, they would be
+// subnormals of float32, which a machine multiplies a hundred times as slowly.
 inline vec widen(hvec x, DType type) {
   const uvec wide = widen_words(x);
   if (type == DType::bf16) return (vec)(wide << 16);
+#if defined(__AVX512F__)
+  return (vec)_mm512_cvtph_ps((__m256i)x);
+#else
   const uvec magnitude = wide & 0x7fffu;
-  const uvec scaled = (uvec)((vec)(magnitude << 13) * 0x1p112f);
+  const uvec normal = (magnitude << 13) + (112u << 23);
+  const uvec small = (uvec)(__builtin_convertvector((ivec)magnitude, vec) * 0x1p-24f);
+  const uvec is_small = (uvec)(magnitude < 0x400u);
   const uvec special = (uvec)(magnitude >= 0x7c00u) & 0x7f800000u;
-  return (vec)(scaled | special | (wide & 0x8000u) << 16);
+  return (vec)((small & is_small) | (normal & ~is_small) | special | (wide & 0x8000u) << 16);
+#endif
 }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)

@@ -273,9 +273,12 @@ def pack(
     return TritonMatrix(tensor.contiguous(), None, tensor.dtype, tuning, op=op_of(name))
 
 
-def computes(storage: Storage) -> bool:  # noqa: ARG001
-    """Whether weights that are stored so are multiplied with as they are: all are."""
-    return True
+def computes(storage: Storage) -> bool:
+    """Whether weights that are stored so are multiplied with as they are.
+
+    All are but those of GGUF files that have minimums, nested scales, tables, or 5 and 6 bits.
+    """
+    return storage.is_plain
 
 
 def quantised(

@@ -1,0 +1,75 @@
+"""The files of a checkpoint's weights: of an index, a single one, or a GGUF file. Torch-free."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from weft.core.errors import CheckpointError, short
+from weft.core.json_files import read_object
+from weft.models.bounds import MOST_INDEX_BYTES
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # of the parts of a GGUF file
+LISTED = 8  # names shown in an error that concerns many files
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a folder: those of the index, or the single one.
+
+    A GGUF file stands for itself and the parts that it is split into.
+    """
+    if folder.is_file():
+        return split_files(folder)
+    if (folder / INDEX).is_file():
+        return _indexed_files(folder)
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    pickles = sorted(p.name for p in folder.glob("*") if p.suffix in {".bin", ".pt", ".pth"})
+    if pickles:
+        raise CheckpointError(
+            f"{folder} has its weights only in pickle files ({', '.join(pickles[:3])}), which can "
+            "run code and are never read; convert them to safetensors"
+        )
+    raise CheckpointError(
+        f"{folder} has no weights that weft reads: neither {SINGLE} nor {INDEX}; "
+        "fetch or convert them as safetensors"
+    )
+
+
+def split_files(path: Path) -> list[Path]:
+    """Return the parts of a GGUF file that is split, the first one with the metadata first.
+
+    Raises:
+        CheckpointError: a part is not there.
+    """
+    found = SPLIT.fullmatch(path.name)
+    if found is None:
+        return [path]
+    stem, _, count = found.groups()
+    names = [f"{stem}-{number:05}-of-{count}.gguf" for number in range(1, int(count) + 1)]
+    missing = [name for name in names if not (path.parent / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{path} is one of {int(count)} parts, of which are not there: "
+            f"{', '.join(missing[:LISTED])}; fetch them again"
+        )
+    return [path.parent / name for name in names]
+
+
+def _indexed_files(folder: Path) -> list[Path]:
+    path = folder / INDEX
+    weight_map = read_object(path, CheckpointError, MOST_INDEX_BYTES).get("weight_map")
+    named = list(weight_map.values()) if isinstance(weight_map, dict) else [None]
+    names = sorted({name for name in named if isinstance(name, str)})
+    if len(names) == 0 or not all(isinstance(name, str) for name in named):
+        raise CheckpointError(f"{path} has no weight_map of names of files; fetch it again")
+    there = {file.name for file in folder.iterdir() if file.is_file()}
+    absent = [name for name in names if name not in there]
+    if absent:
+        raise CheckpointError(
+            f"{path} names files that are not in the folder: "
+            f"{', '.join(short(name) for name in absent[:LISTED])}; fetch them again"
+        )
+    return [folder / name for name in names]
