@@ -12,7 +12,6 @@ from call_templates import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Reference
-from transformers.utils.chat_parsing import parse_response
 
 import weft
 from weft.core.errors import GrammarError
@@ -795,7 +794,8 @@ DECLARED = {
 @given(calls=calls_of(PLAIN))
 def test_a_declared_form_is_read_as_transformers_reads_it(calls):
     text = f"<think>\nHm.\n</think>\n\n{write_calls(CALL_FORMS['hermes'], calls)}"
-    theirs = parse_response(text, DECLARED, prefix="")
+    parsing = pytest.importorskip("transformers.utils.chat_parsing")  # since 5
+    theirs = parsing.parse_response(text, DECLARED, prefix="")
     dialect = choose_dialect(ChatTemplate({"default": "{{ tools }}"}, response_template=DECLARED))
     ours = read(dialect, list(text))
     assert told(ours)[:2] == (theirs["thinking"], theirs.get("content", ""))
