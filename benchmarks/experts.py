@@ -32,7 +32,7 @@ from weft.kernels.cpu import matrix
 from weft.kernels.interface import AttentionMetadata, OpTable
 from weft.kernels.ops import select_ops
 from weft.models.decoder import Decoder
-from weft.models.layout import parameters, storage_of
+from weft.models.layout import is_kept_float32, parameters, storage_of
 from weft.models.spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
 
 HEAD, LAYERS, EXPERTS, TOP_K, VOCABULARY = 64, 8, 32, 4, 8000
@@ -66,11 +66,12 @@ def tables() -> dict[str, OpTable]:
     return {"one call": native, "op by op": single, "torch": in_torch}
 
 
-def random_weights(ops: OpTable, quantize: str) -> dict[str, Any]:
+def random_weights(ops: OpTable, quantize: str, spec: ModelSpec = SPEC) -> dict[str, Any]:
     draw, weights = np.random.default_rng(0), {}
-    for parameter in parameters(SPEC, stacked_experts=True):
+    for parameter in parameters(spec, stacked_experts=True):
         numbers = draw.standard_normal(parameter.shape, np.float32) / parameter.shape[-1] ** 0.5
-        numbers = numbers.astype(numpy_dtype("bfloat16"))
+        kind = "float32" if is_kept_float32(parameter.name) else "bfloat16"
+        numbers = numbers.astype(numpy_dtype(kind))
         name = "lm_head" if parameter.name == "embed" else parameter.name
         storage = storage_of(name, quantize, GROUP)
         if storage is None:
@@ -84,13 +85,15 @@ def random_weights(ops: OpTable, quantize: str) -> dict[str, Any]:
     return weights
 
 
-def step_of(weights: dict[str, Any], ops: OpTable, rows: int, tensors: bool) -> Callable[[], None]:
+def step_of(
+    weights: dict[str, Any], ops: OpTable, rows: int, tensors: bool, spec: ModelSpec = SPEC
+) -> Callable[[], None]:
     """Return what computes the next token of so many rows."""
     wrap = to_torch if tensors else lambda array: array
     weights = {n: wrap(w) if isinstance(w, np.ndarray) else w for n, w in weights.items()}
-    decoder = Decoder(SPEC, weights, ops)
+    decoder = Decoder(spec, weights, ops)
     blocks = CONTEXT // BLOCK
-    store = KVStore(SPEC.kv_groups, [rows * blocks], BLOCK, "bfloat16")
+    store = KVStore(spec.kv_groups, [rows * blocks], BLOCK, "bfloat16")
     if tensors:
         store.keys = [[wrap(cache) for cache in group] for group in store.keys]
         store.values = [[wrap(cache) for cache in group] for group in store.values]

@@ -277,7 +277,11 @@ class Checkpoint:
         """
         name, columns = self._full_name(piece), piece.shape[-1]
         if piece.pairs is not None or piece.transposed:  # of rows all over the tensor
-            yield 0, self._rows_in_order(piece, first, last)
+            expert = first // piece.shape[-2]  # 0 of a single matrix
+            part = (slice(expert, expert + 1),) if len(piece.shape) == 3 else ()
+            found = in_order(piece, self._read(name, part)).reshape(-1, columns)
+            top = expert * piece.shape[-2]
+            yield 0, found[first - top : last - top]
             return
         stored = self._stored[name]
         dtype = numpy_dtype(DTYPES[stored.dtype])
@@ -433,16 +437,6 @@ class Checkpoint:
         if piece.pairs is None and not piece.transposed:
             return self._read(self._full_name(piece), piece.part)
         return in_order(piece, self._read(self._full_name(piece)))[piece.part]
-
-    def _rows_in_order(self, piece: Piece, first: int, last: int) -> NDArray[Any]:
-        """Return rows of a piece, of stacked experts of one of them."""
-        height, name = piece.shape[-2], self._full_name(piece)
-        if len(piece.shape) == 2:
-            return in_order(piece, self._read(name))[first:last]
-        expert = first // height
-        found = in_order(piece, self._read(name, (slice(expert, expert + 1),)))[0]
-        rows: NDArray[Any] = found[first - expert * height : last - expert * height]
-        return rows
 
     def _read(self, name: str, part: tuple[slice, ...] = ()) -> NDArray[Any]:
         """Return a tensor, or a part of it: a view of the mapped file, or decoded of GGUF."""
