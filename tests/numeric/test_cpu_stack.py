@@ -127,7 +127,9 @@ print(*result.token_ids)
 """
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "gemma4-shared-kv", "gemma4-moe-key-is-value"])
+@pytest.mark.parametrize(
+    "name", ["qwen3-moe", "gemma4-shared-kv", "gemma4-moe-key-is-value", "glm4-moe"]
+)
 def test_an_engine_needs_no_torch_for_it(tmp_path, name) -> None:
     model = build(name)
     command = [sys.executable, "-c", GENERATE, str(save_with_tokenizer(model, tmp_path))]

@@ -33,6 +33,7 @@ from weft.engine.model import (
 from weft.engine.prefix_disk import describe_disk
 from weft.engine.threads import plan_threads
 from weft.models.layout import num_parameters
+from weft.models.spec import ModelSpec
 
 
 def collect_info(config: EngineConfig) -> dict[str, Any]:
@@ -118,6 +119,7 @@ def _model_facts(config: EngineConfig, model: Model) -> dict[str, Any]:
         "family": spec.family,
         "parameters": num_parameters(spec),
         "layers": spec.num_layers,
+        "experts": _expert_words(spec),
         "hidden_size": spec.hidden_size,
         "vocabulary": spec.vocab_size,
         "positions": spec.max_position_embeddings,
@@ -194,6 +196,7 @@ def format_info(info: dict[str, Any]) -> str:
         ),
         ("supported", f"yes, as {model['family']}"),
         ("", f"{model['layers']} layers of {model['hidden_size']}: {groups}"),
+        *([("", model["experts"])] if model["experts"] else []),
         ("", f"vocabulary {model['vocabulary']}, end ids {model['eos_token_ids']}"),
         ("", f"stored as {_stored_words(model)}, computed in {model['dtype']}"),
         ("", f"gives {model['served_for']}"),
@@ -240,6 +243,20 @@ def format_info(info: dict[str, Any]) -> str:
 def _stored_words(model: dict[str, Any]) -> str:
     coded = model["stored_weights"]
     return f"{model['stored_dtype']}" if coded is None else f"{coded}, else {model['stored_dtype']}"
+
+
+def _expert_words(spec: ModelSpec) -> str:
+    """Say how experts are routed, nothing of a dense model."""
+    moe = spec.moe
+    if moe is None:
+        return ""
+    sparse = [layer for layer in spec.layers if layer.moe]
+    by = moe.scoring + (" and a correction bias" if moe.correction_bias else "")
+    if moe.n_group > 1:
+        by += f", from {moe.topk_group} of {moe.n_group} groups"
+    words = f"{moe.num_experts} experts of {moe.intermediate_size} in {len(sparse)} layers"
+    words += f", {moe.top_k} a token by {by}"
+    return words + (f"; shared ones of {sparse[0].intermediate_size}" if moe.shared else "")
 
 
 def _group_words(group: dict[str, Any]) -> str:

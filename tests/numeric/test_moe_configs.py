@@ -1,0 +1,245 @@
+"""Published configs of mixtures of experts: what weft makes of them, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from checkpoints import build, save_with_tokenizer
+
+from weft.core.config import EngineConfig
+from weft.core.errors import UnsupportedModelError
+from weft.engine.info import collect_info, format_info
+from weft.models.layout import num_parameters, parameters
+from weft.models.spec_reader import spec_from_config
+
+HUB: dict[str, dict[str, Any]] = {
+    "mixtral-8x7b": {
+        "architectures": ["MixtralForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "model_type": "mixtral",
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 32000,
+    },
+    "qwen1.5-moe-a2.7b": {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151643,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "max_position_embeddings": 8192,
+        "max_window_layers": 21,
+        "model_type": "qwen2_moe",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 16,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 32768,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+        "decoder_sparse_step": 1,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "num_experts_per_tok": 4,
+        "num_experts": 60,
+        "norm_topk_prob": False,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+    },
+    "glm-4.5-air": {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "eos_token_id": [151329, 151336, 151338],
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "partial_rotary_factor": 0.5,
+        "intermediate_size": 10944,
+        "max_position_embeddings": 131072,
+        "model_type": "glm4_moe",
+        "moe_intermediate_size": 1408,
+        "norm_topk_prob": True,
+        "num_attention_heads": 96,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 1.0,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 1,
+        "num_hidden_layers": 46,
+        "num_key_value_heads": 8,
+        "num_nextn_predict_layers": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_qk_norm": False,
+        "vocab_size": 151552,
+    },
+    "minimax-m2": {
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "attention_dropout": 0.0,
+        "attn_type_list": [1] * 62,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 3072,
+        "intermediate_size": 1536,
+        "layernorm_full_attention_beta": 1.0,
+        "layernorm_linear_attention_beta": 1.0,
+        "layernorm_mlp_beta": 1.0,
+        "max_position_embeddings": 196608,
+        "mlp_intermediate_size": 8192,
+        "model_type": "minimax_m2",
+        "mtp_transformer_layers": 1,
+        "num_attention_heads": 48,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 62,
+        "num_key_value_heads": 8,
+        "num_local_experts": 256,
+        "num_mtp_modules": 3,
+        "output_router_logits": False,
+        "qk_norm_type": "per_layer",
+        "quantization_config": {
+            "activation_scheme": "dynamic",
+            "fmt": "float8_e4m3fn",
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+        },
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 5000000,
+        "rotary_dim": 64,
+        "router_aux_loss_coef": 0.001,
+        "router_jitter_noise": 0.0,
+        "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0,
+        "shared_moe_mode": "sigmoid",
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_mtp": True,
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+        "vocab_size": 200064,
+    },
+    "olmoe-1b-7b": {
+        "architectures": ["OlmoeForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "clip_qkv": None,
+        "eos_token_id": 50279,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 1024,
+        "max_position_embeddings": 4096,
+        "model_type": "olmoe",
+        "norm_topk_prob": False,
+        "num_attention_heads": 16,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 16,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "router_aux_loss_coef": 0.01,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 50304,
+    },
+}
+# As model cards and safetensors headers state them, of the last two in billions.
+PARAMETERS = {
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
+    "olmoe-1b-7b": 6_919_161_856,
+}
+BILLIONS = {"glm-4.5-air": 107, "minimax-m2": 229}
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_hub_configs_and_their_parameter_counts(name) -> None:
+    count = num_parameters(spec_from_config(HUB[name]))
+    assert count == PARAMETERS.get(name, count)
+    assert name in PARAMETERS or round(count / 1e9) == BILLIONS[name]
+
+
+def test_what_routes_is_read() -> None:
+    glm, m2 = (spec_from_config(HUB[name]) for name in ("glm-4.5-air", "minimax-m2"))
+    assert glm.moe is not None
+    assert m2.moe is not None
+    for moe in (glm.moe, m2.moe):
+        assert (moe.scoring, moe.correction_bias, moe.normalise) == ("sigmoid", True, True)
+    assert (glm.moe.shared, m2.moe.shared) == (True, False)
+    assert [layer.moe for layer in glm.layers] == [False] + [True] * 45
+    assert [layer.intermediate_size for layer in glm.layers[:2]] == [10944, 1408]
+    assert (glm.ropes[0].rotary_dim, m2.ropes[0].rotary_dim) == (64, 64)
+    assert m2.stored_weights is not None
+    assert m2.stored_weights.block_rows == 128
+    names = {piece.tensor for parameter in parameters(m2) for piece in parameter.pieces}
+    inside = "layers.61.block_sparse_moe"
+    assert f"{inside}.experts.255.w1.weight" in names
+    assert f"{inside}.e_score_correction_bias" in names
+    assert not any(".mlp." in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("glm-4.5-air", {"n_group": 3}, "128 experts cannot stand in 3 groups"),
+        ("glm-4.5-air", {"n_group": 64}, "8 experts cannot be chosen from 1 of 64 groups of 2"),
+        ("glm-4.5-air", {"scoring_func": "softmax"}, "supported: noaux_tc, sigmoid"),
+        ("glm-4.5-air", {"topk_method": "greedy"}, "supported: noaux_tc"),
+        ("glm-4.5-air", {"moe_layer_freq": 2}, "supported: 1"),
+        ("glm-4.5-air", {"mlp_layer_types": ["sparse"]}, "46 entries are needed"),
+        ("glm-4.5-air", {"mlp_layer_types": ["wet"] * 46}, "lists of dense and sparse"),
+        ("glm-4.5-air", {"n_shared_experts": 65}, "at most 64"),
+        ("minimax-m2", {"attn_type_list": [0, 1] * 31}, "full attention"),
+        ("minimax-m2", {"shared_intermediate_size": 8}, "shared_intermediate_size"),
+        ("minimax-m2", {"layernorm_mlp_beta": 2.0}, "layernorm_mlp_beta"),
+        ("minimax-m2", {"use_routing_bias": False}, "supported: true"),
+        ("minimax-m2", {"num_experts_per_tok": 257}, "only 256 exist"),
+        ("olmoe-1b-7b", {"clip_qkv": 8.0}, "does not cut off Q, K and V"),
+        ("qwen1.5-moe-a2.7b", {"layer_types": ["sliding_attention"] * 24}, "use_sliding_window"),
+        ("mixtral-8x7b", {"num_local_experts": 4097}, "at most 4096"),
+    ],
+)
+def test_what_would_change_the_result_is_refused(name, changes, words) -> None:
+    with pytest.raises(UnsupportedModelError, match=words):
+        spec_from_config(HUB[name] | changes)
+
+
+def test_info_says_how_experts_are_routed(tmp_path) -> None:
+    folder = save_with_tokenizer(build("glm4-moe-groups"), tmp_path)
+    lines = format_info(collect_info(EngineConfig(model=str(folder))))
+    assert (
+        "12 experts of 24 in 3 layers, 3 a token by sigmoid and a correction bias, from 2 of 4 "
+        "groups; shared ones of 48" in lines
+    )
