@@ -80,6 +80,10 @@ def test_windows_and_experts_are_read_from_configs():
     assert ModelShape.from_config(older).window_layers == 4
     assert ModelShape.from_config(older | {"model_type": "gemma2"}).window_layers == 2
     assert ModelShape.from_config(older | {"sliding_window_pattern": 3}).window_layers == 3
+    gated = ModelShape.from_config(older | {"model_type": "muse_glimmer_text"})
+    assert gated.attention_parameters - shape.attention_parameters == (
+        shape.hidden * shape.attention_width
+    )
     off = ModelShape.from_config(config | {"use_sliding_window": False})
     assert off.window is None
     with pytest.raises(UnsupportedModelError, match="vocab_size"):

@@ -9,20 +9,13 @@ from checkpoints import CASES, FAMILY_CASES
 from test_models_gguf import ARCHITECTURES
 
 from weft.core.kv_types import KV_TYPES
-from weft.models.cohere import COHERE
-from weft.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, FAMILIES, GGUF_FAMILIES
-from weft.models.gemma import GEMMA
-from weft.models.hybrids import HYBRIDS
-from weft.models.llama_like import LLAMA_LIKE
-from weft.models.llama_variants import LLAMA_VARIANTS
-from weft.models.moe_families import MOE_FAMILIES
+from weft.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, FAMILIES, GGUF_FAMILIES, ROWS
 from weft.models.spec_reader import spec_from_config
 
 
 def test_no_name_stands_in_two_rows():
-    rows = [*LLAMA_LIKE, *LLAMA_VARIANTS, *COHERE, *GEMMA, *MOE_FAMILIES, *HYBRIDS]
-    checkpoints = len(rows) + sum(len(row.multimodal) for row in rows)
-    assert len(FAMILIES) == len(rows)
+    checkpoints = len(ROWS) + sum(len(row.multimodal) for row in ROWS)
+    assert len(FAMILIES) == len(ROWS)
     assert len(BY_ARCHITECTURE) == len(BY_MODEL_TYPE) == checkpoints
 
 

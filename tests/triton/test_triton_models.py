@@ -34,6 +34,7 @@ FAMILIES += [pytest.param(name, marks=deep_on_cpu) for name in ("qwen2-window", 
 DEEP = (
     "granite-swa",
     "muse-glimmer",
+    "afmoe",
     "gemma2",
     "glm4",
     "granite",

@@ -10,6 +10,8 @@ from weft.core.errors import UnsupportedModelError, look_up
 
 # Of how many layers one has no window, where a config does not say it (Hugging Face's defaults).
 PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6}
+# Types of models with a gate for each number of attention's output.
+GATED = ("afmoe", "muse_glimmer_text")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,8 @@ class ModelShape:
         tied: the head uses the embedding's matrix.
         window: tokens that a sliding layer looks back; None without such layers.
         window_layers: how many layers slide.
+        gated: attention's output is multiplied by a gate, which is a projection as large as that of
+            Q. Sinks, one number a head, cost nothing.
     """
 
     name: str
@@ -39,6 +43,7 @@ class ModelShape:
     tied: bool = False
     window: int | None = None
     window_layers: int = 0
+    gated: bool = False
 
     @property
     def attention_width(self) -> int:
@@ -52,8 +57,9 @@ class ModelShape:
 
     @property
     def attention_parameters(self) -> int:
-        """Weights of the Q, K, V and O projections of one layer, and the router's."""
-        projections = self.hidden * (2 * self.attention_width + 2 * self.kv_width)
+        """Weights of the Q, K, V and O projections of one layer, of a gate, and the router's."""
+        wide = (3 if self.gated else 2) * self.attention_width
+        projections = self.hidden * (wide + 2 * self.kv_width)
         return projections + self.hidden * self.experts
 
     @property
@@ -140,6 +146,7 @@ class ModelShape:
             tied=bool(config.get("tie_word_embeddings", False)),
             window=window,
             window_layers=window_layers,
+            gated=config.get("model_type") in GATED,
         )
 
 

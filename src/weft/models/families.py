@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from weft.models.attention_families import ATTENTION_FAMILIES
 from weft.models.cohere import COHERE
 from weft.models.family import Family, Reader
 from weft.models.gemma import GEMMA
@@ -12,10 +13,11 @@ from weft.models.llama_like import LLAMA_LIKE
 from weft.models.llama_variants import LLAMA_VARIANTS
 from weft.models.moe_families import MOE_FAMILIES
 
-FAMILIES = {
-    row.name: row
-    for row in (*LLAMA_LIKE, *LLAMA_VARIANTS, *COHERE, *GEMMA, *MOE_FAMILIES, *HYBRIDS)
-}
+ROWS = (
+    *(*LLAMA_LIKE, *LLAMA_VARIANTS, *COHERE, *GEMMA),
+    *(*MOE_FAMILIES, *ATTENTION_FAMILIES, *HYBRIDS),
+)
+FAMILIES = {row.name: row for row in ROWS}
 
 
 def _checkpoints() -> Iterator[tuple[str, str, tuple[Family, Reader]]]:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from weft.kernels.parts import SWIGLU_ALPHA, SWIGLU_LIMIT
 from weft.models.config_reader import ConfigReader
 from weft.models.family import (
     FULL,
@@ -403,48 +402,7 @@ def granite_moe(config: ConfigReader, limit: int | None) -> ModelSpec:
     return replace(spec, layers=tuple(layers), moe=moe, layout=layout)
 
 
-def gpt_oss(config: ConfigReader, limit: int | None) -> ModelSpec:
-    """gpt-oss: sinks, a window in every other layer, biases, experts with a clamped SwiGLU."""
-    config.assume(head_dim=64, rms_norm_eps=1e-5, sliding_window=128)
-    config.ignore("experts_per_token", "initial_context_length")  # of old names
-    for key, value in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
-        if (found := config.number(key, value)) != value:
-            config.refuse(key, found, f"weft's kernels compute with {value}")
-    sizes, window = read_sizes(config, limit), read_window(config)
-    default = [FULL if i % 2 else SLIDING for i in range(sizes.layers)]
-    kinds = read_layer_types(config, sizes, default)
-    if window is None and SLIDING in kinds:
-        config.refuse("layer_types", kinds, "sliding layers need sliding_window")
-    bias = config.flag("attention_bias", True)
-    moe = MoeSpec(
-        num_experts=config.positive("num_local_experts", 128),
-        top_k=config.positive("num_experts_per_tok", 4),
-        intermediate_size=sizes.intermediate,
-        normalise=True,
-        router_bias=True,
-        expert_bias=True,
-    )
-    windows = [window if kind == SLIDING else None for kind in kinds]
-    return llama_like(
-        config,
-        sizes,
-        [sizes.layer(window=window, moe=True, sinks=True) for window in windows],
-        sizes.rope_context(theta=150_000.0),
-        moe=moe,
-        activation="swiglu_oai",
-        qkv_bias=bias,
-        output_bias=bias,
-        layout=CheckpointLayout(
-            stacked_experts=True,
-            transposed_experts=True,
-            interleaved_experts=True,
-            renamed={"mlp.gate": "mlp.router"},
-        ),
-    )
-
-
 MOE_FAMILIES = (
-    Family("gpt_oss", "GptOssForCausalLM", "gpt_oss", gpt_oss),
     Family("glm4_moe", "Glm4MoeForCausalLM", "glm4_moe", glm4_moe),
     Family("minimax_m2", "MiniMaxM2ForCausalLM", "minimax_m2", minimax_m2),
     Family("mixtral", "MixtralForCausalLM", "mixtral", mixtral),

@@ -1,0 +1,120 @@
+"""Families of experts with sinks or gates in attention: ``config.json`` -> ``ModelSpec``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from weft.kernels.parts import SWIGLU_ALPHA, SWIGLU_LIMIT
+from weft.models.config_reader import ConfigReader
+from weft.models.family import FULL, SLIDING, Family, read_layer_types, read_sizes, read_window
+from weft.models.llama_like import llama_like
+from weft.models.llama_variants import no_rope
+from weft.models.spec import CheckpointLayout, GateSpec, ModelSpec, MoeSpec
+
+_AFMOE_GROUPS = ("n_group", "topk_group", "num_expert_groups", "num_limited_groups")
+_AFMOE_NAMES = {
+    "mlp.gate": "mlp.router.gate",
+    "mlp.gate.e_score_correction_bias": "mlp.expert_bias",
+    "pre_feedforward_layernorm": "pre_mlp_layernorm",
+    "post_feedforward_layernorm": "post_mlp_layernorm",
+}
+
+
+def afmoe(config: ConfigReader, limit: int | None) -> ModelSpec:
+    """AFMoE (Trinity): gates of attention's output, windows in layers that alone are rotated."""
+    config.assume(head_dim=128, rms_norm_eps=1e-5, sliding_window=1024)
+    config.choice("score_func", "sigmoid", ("sigmoid",))
+    for key, value in (("route_norm", True), *((key, 1) for key in _AFMOE_GROUPS)):
+        if config.value(key, value) != value:
+            config.refuse(key, config.value(key), f"weft reads the models with {value}")
+    config.ignore("load_balance_coeff", "use_grouped_mm")
+    sizes, window = read_sizes(config, limit), read_window(config)
+    every = config.positive("global_attn_every_n_layers", 4)
+    default = [SLIDING if (i + 1) % every else FULL for i in range(sizes.layers)]
+    kinds = read_layer_types(config, sizes, default)
+    if window is None and SLIDING in kinds:
+        config.refuse("layer_types", kinds, "sliding layers need sliding_window")
+    size = config.positive("moe_intermediate_size", 1408)
+    shared = size * config.count("num_shared_experts", 2)
+    moe = MoeSpec(
+        num_experts=config.positive("num_experts", 64),
+        top_k=config.positive("num_experts_per_tok", 6),
+        intermediate_size=size,
+        normalise=True,
+        scoring="sigmoid",
+        correction_bias=True,
+        routed_scaling_factor=config.number("route_scale", 1.0),
+        shared=shared > 0,
+    )
+    dense = config.count("num_dense_layers", 1)
+    plain: dict[str, Any] = {}
+    sparse = {"moe": True, "intermediate_size": shared or sizes.intermediate}
+    bias = config.flag("attention_bias", False)
+    spec = llama_like(
+        config,
+        sizes,
+        [
+            sizes.layer(
+                window=window if kind == SLIDING else None,
+                rope=0 if kind == SLIDING else 1,
+                **(plain if number < dense else sparse),
+            )
+            for number, kind in enumerate(kinds)
+        ],
+        moe=moe,
+        embedding_scale=sizes.hidden**0.5 if config.flag("mup_enabled", False) else 1.0,
+        post_norms=True,
+        qk_norm=True,
+        qkv_bias=bias,
+        output_bias=bias,
+        output_gate=GateSpec("sigmoid"),
+        layout=CheckpointLayout(renamed=_AFMOE_NAMES),
+    )
+    return replace(spec, ropes=(*spec.ropes, no_rope(spec.ropes[0])))
+
+
+def gpt_oss(config: ConfigReader, limit: int | None) -> ModelSpec:
+    """gpt-oss: sinks, a window in every other layer, biases, experts with a clamped SwiGLU."""
+    config.assume(head_dim=64, rms_norm_eps=1e-5, sliding_window=128)
+    config.ignore("experts_per_token", "initial_context_length")  # of old names
+    for key, value in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
+        if (found := config.number(key, value)) != value:
+            config.refuse(key, found, f"weft's kernels compute with {value}")
+    sizes, window = read_sizes(config, limit), read_window(config)
+    default = [FULL if i % 2 else SLIDING for i in range(sizes.layers)]
+    kinds = read_layer_types(config, sizes, default)
+    if window is None and SLIDING in kinds:
+        config.refuse("layer_types", kinds, "sliding layers need sliding_window")
+    bias = config.flag("attention_bias", True)
+    moe = MoeSpec(
+        num_experts=config.positive("num_local_experts", 128),
+        top_k=config.positive("num_experts_per_tok", 4),
+        intermediate_size=sizes.intermediate,
+        normalise=True,
+        router_bias=True,
+        expert_bias=True,
+    )
+    windows = [window if kind == SLIDING else None for kind in kinds]
+    return llama_like(
+        config,
+        sizes,
+        [sizes.layer(window=window, moe=True, sinks=True) for window in windows],
+        sizes.rope_context(theta=150_000.0),
+        moe=moe,
+        activation="swiglu_oai",
+        qkv_bias=bias,
+        output_bias=bias,
+        layout=CheckpointLayout(
+            stacked_experts=True,
+            transposed_experts=True,
+            interleaved_experts=True,
+            renamed={"mlp.gate": "mlp.router"},
+        ),
+    )
+
+
+ATTENTION_FAMILIES = (
+    Family("afmoe", "AfmoeForCausalLM", "afmoe", afmoe),
+    Family("gpt_oss", "GptOssForCausalLM", "gpt_oss", gpt_oss),
+)
