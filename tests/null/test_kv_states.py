@@ -190,3 +190,28 @@ def test_any_traffic_reads_what_it_must(seed):
         flying.clear()
         end(cache, chosen)
     assert cache.states.pool.held == 0
+
+
+def test_of_a_conversation_the_newest_mark_stays_longest():
+    """Two conversations and four slots beside those that work: each keeps its newest mark."""
+    cache, slots = cache_of(6), Slots()
+    texts = [[100 * number + i for i in range(9)] for number in range(2)]
+    hits, number = [], 0
+    for _ in range(4):
+        for text in texts:
+            number += 1
+            text += range(1000 * number, 1000 * number + 6)
+            cache.register(number, b"")
+            hit = cache.find_prefix(number, text)
+            hits.append(hit)
+            cache.open(number, hit)
+            start = hit
+            for _ in range(10):  # the prompt, and output token by token
+                assert cache.extend(number, len(text)) is not None
+                step = cache.states.plan(number, start, len(text) - start)
+                slots.run(text, start, len(text) - start, step)
+                cache.commit(number, text, start := len(text))
+                text.append(7)
+            text.pop()
+            end(cache, number)
+    assert hits == [0, 0, *[24 + 15 * turn // 4 * 4 for turn in range(3) for _ in texts]]

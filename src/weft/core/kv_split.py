@@ -61,9 +61,9 @@ def bytes_for(config: EngineConfig, facts: Facts, tokens: int, sequences: int) -
 
 
 def state_slots(config: EngineConfig, facts: Facts, budget: int, tokens: int) -> int:
-    """Return the slots of recurrent state: at most half the budget, and no more than rows need.
+    """Return the slots of recurrent state: half the budget, and no more than there may be marks.
 
-    The blocks of one sequence of ``tokens`` come first.
+    The blocks of one sequence of ``tokens`` come first. A mark is of no use without a block.
 
     Raises:
         OutOfMemoryError: there is no room for the fewest that an engine can work with.
@@ -78,7 +78,8 @@ def state_slots(config: EngineConfig, facts: Facts, budget: int, tokens: int) ->
             f"A slot of recurrent state needs {format_bytes(size)}, and {LEAST_SLOTS} of them at "
             f"most half of the {format_bytes(budget)} for KV; raise kv_memory."
         )
-    return min(most, SLOTS_A_SEQUENCE * config.max_num_seqs)
+    block = config.block_size * sum(group.bytes_per_token for group in facts.groups)
+    return min(most, SLOTS_A_SEQUENCE * config.max_num_seqs + budget // 2 // block)
 
 
 def group_blocks(config: EngineConfig, facts: Facts, budget: int) -> tuple[int, ...]:

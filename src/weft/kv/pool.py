@@ -200,6 +200,11 @@ class BlockPool:
             if written and self._record is not None:
                 self._record.fill(block, block_hash)
 
+    def demote(self, block: int) -> None:
+        """Have a cached block written over before all others; one that is held stays as it is."""
+        if block in self._cached:
+            self._cached.move_to_end(block, last=False)
+
     def release(self, block: int) -> None:
         """Release one reference; content that can be found again stays cached."""
         references = self._references[block] - 1

@@ -13,7 +13,9 @@ So a step that failed half-way can be computed again, and what others share is n
 
 A mark is a slot whose tokens fill whole blocks: it is hashed as the last of them, and then found
 like a block of a window of one token. Marks are given up as soon as they are hashed: they cost
-nothing where slots run short, since those that were used longest ago are written over.
+nothing where slots run short, since those that were used longest ago are written over. Of a
+conversation the next turn needs the newest mark: that of its prompt and the one that it began with,
+if that was an output's, are written over first.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ class LiveSlots:
         retired: with the tokens computed by which no launched step reads them.
         marks: with the tokens that they hold, of launched steps.
         rolling: hash of the latest mark of the output, which the next one replaces.
+        passed: hashes of marks that nobody needs much who has that of the output.
     """
 
     prefix: Prefix
@@ -64,6 +67,7 @@ class LiveSlots:
     retired: deque[tuple[int, int]] = field(default_factory=deque)
     marks: deque[tuple[int, int]] = field(default_factory=deque)
     rolling: bytes = b""
+    passed: list[bytes] = field(default_factory=list)
 
     def slots(self) -> list[int]:
         """All references."""
@@ -85,6 +89,7 @@ class StateSlots:
         self.block_size, self._alignment, self._marks = block_size, alignment, marks
         self._live: dict[int, LiveSlots] = {}
         self._prefixes: dict[int, Prefix] = {}
+        self._outputs: set[int] = set()  # slots that a mark of an output was in last
 
     # -- opening -------------------------------------------------------------------------------
 
@@ -117,6 +122,8 @@ class StateSlots:
             raise InvariantError("the prefix cache changed between find and open")
         self.pool.share(slot)
         live.now, live.kept = slot, True
+        if slot in self._outputs:
+            live.passed.append(block_hash)
 
     def forget(self, sequence_id: int) -> None:
         """Drop what was found for a sequence that will not be opened again."""
@@ -192,8 +199,12 @@ class StateSlots:
             block_hash = hashes[place // self.block_size - 1]
             pool.register_hash(slot, block_hash)
             pool.release(slot)
+            self._outputs.discard(slot)
             if place > max(live.prefix):
+                self._outputs.add(slot)
                 self._replace_rolling(live, block_hash, place)
+            elif place == live.prefix.end:
+                live.passed.append(block_hash)
         return live.retired[0][0] if live.retired else None
 
     def _replace_rolling(self, live: LiveSlots, block_hash: bytes, place: int) -> None:
@@ -202,6 +213,11 @@ class StateSlots:
         if old is not None and live.rolling != block_hash and not self.pool.references(old):
             self.pool.evict([old])
         live.rolling = b"" if place % MARK_EVERY == 0 else block_hash
+        for passed in live.passed:
+            slot = self.pool.find(passed)
+            if slot is not None:
+                self.pool.demote(slot)
+        live.passed.clear()
 
     # -- releasing -----------------------------------------------------------------------------
 

@@ -35,6 +35,10 @@ void convolve(const float* weights, const TapInput* inputs, int64_t taps, int64_
   }
 }
 
+void widen(const TapInput& from, int64_t size, float* out) {
+  for (int64_t i = 0; i < size; i += W) store(out + i, numbers(from.type, from.numbers, i));
+}
+
 float dot(const float* a, const float* b, int64_t size) {
   vec sum{};
   for (int64_t i = 0; i < size; i += W) sum += load(a + i) * load(b + i);
@@ -47,17 +51,20 @@ void normalise(float* row, int64_t size, float scale) {
 }
 
 void step(float* slab, int64_t key_dim, const DeltaToken& token) {
-  column by_key[2] = {}, by_query[2] = {};
-  for (int64_t i = 0; i < key_dim; i += 2) {
-    for (int64_t j = 0; j < 2; ++j) {
+  constexpr int64_t sums = 4;  // as many of each as hide the latency of an addition
+  column by_key[sums] = {}, by_query[sums] = {};
+  for (int64_t i = 0; i < key_dim; i += sums) {
+    for (int64_t j = 0; j < sums; ++j) {
       const column row = columns(slab + (i + j) * kSlab);
       by_key[j] += row * token.k[i + j];
       by_query[j] += row * token.q[i + j];
     }
   }
+  const column key = (by_key[0] + by_key[1]) + (by_key[2] + by_key[3]);
+  const column query = (by_query[0] + by_query[1]) + (by_query[2] + by_query[3]);
   const float g = token.decay;
-  const column delta = (columns(token.v) - (by_key[0] + by_key[1]) * g) * token.rate;
-  put(token.out, (by_query[0] + by_query[1]) * g + delta * token.product);
+  const column delta = (columns(token.v) - key * g) * token.rate;
+  put(token.out, query * g + delta * token.product);
   for (int64_t i = 0; i < key_dim; ++i) {
     put(slab + i * kSlab, columns(slab + i * kSlab) * g + delta * token.k[i]);
   }
@@ -83,6 +90,7 @@ void gate(DType type, const float* x, const float* weight, const char* gates, in
 }  // namespace
 
 extern const DeltaKernels WEFT_NAME(delta_kernels_, WEFT_ISA);
-const DeltaKernels WEFT_NAME(delta_kernels_, WEFT_ISA) = {convolve, normalise, dot, step, gate};
+const DeltaKernels WEFT_NAME(delta_kernels_, WEFT_ISA) = {convolve, widen, normalise,
+                                                          dot, step, gate};
 
 }  // namespace weft

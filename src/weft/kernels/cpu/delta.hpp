@@ -44,6 +44,8 @@ struct DeltaKernels {
   // out[c] = silu(sum of weights[tap][c] * inputs[tap][c]).
   void (*convolve)(const float* weights, const TapInput* inputs, int64_t taps, int64_t channels,
                    float* out);
+  // out[i] = from[i].
+  void (*widen)(const TapInput& from, int64_t size, float* out);
   // row *= scale / sqrt(sum of squares + 1e-6).
   void (*normalise)(float* row, int64_t size, float scale);
   float (*dot)(const float* a, const float* b, int64_t size);

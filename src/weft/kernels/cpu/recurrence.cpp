@@ -105,8 +105,10 @@ class Advance {
     for (int64_t tap = 0; tap < shape_.taps - 1; ++tap) {
       float* const to = kept(slot) + tap * shape_.channels();
       const TapInput from = input(row, place - shape_.taps + 1 + tap);
-      for (int64_t c = 0; c < shape_.channels(); ++c) {
-        to[c] = from.numbers == nullptr ? 0.0f : number_at(from.numbers, from.type, c);
+      if (from.numbers == nullptr) {
+        std::fill_n(to, shape_.channels(), 0.0f);
+      } else {
+        chosen_isa().delta->widen(from, shape_.channels(), to);
       }
     }
   }
