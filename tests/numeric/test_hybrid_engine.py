@@ -11,18 +11,98 @@ from checkpoints import build, likeliest_by_reference, prompt, save, save_with_t
 from tight_kv import Traffic, least_kv_memory, run, settings_for, traffic
 
 from weft import LLM, SamplingParams
-from weft.core.errors import ConfigError, KernelError, OutOfMemoryError, ParameterError
+from weft.core.errors import (
+    ConfigError,
+    KernelError,
+    OutOfMemoryError,
+    ParameterError,
+    UnsupportedModelError,
+)
 from weft.core.kv_split import LEAST_SLOTS
 from weft.core.plan import RowAdd, StepPlan
 from weft.engine.build import build_engine
 from weft.engine.model import resolve_settings
 from weft.engine.recurrent import check_recurrent
 from weft.kernels.ops import select_ops
-from weft.models.spec_reader import read_spec
+from weft.models.layout import num_parameters
+from weft.models.spec_reader import read_spec, spec_from_config
 
 CASES = ["qwen3.5", "qwen3.5-layers"]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=2)
 PROMPTS = [prompt(90, 1), prompt(7, 2), prompt(90, 1)[:70] + prompt(5, 3), prompt(33, 4), [5]]
+
+
+ROPE = {
+    "mrope_interleaved": True,
+    "mrope_section": [11, 11, 10],
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 10000000,
+    "rope_type": "default",
+}
+PUBLISHED = {  # the text models of Qwen3.6, as their configurations state them
+    "attn_output_gate": True,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_value_head_dim": 128,
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "output_gate_type": "swish",
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": ROPE,
+    "vocab_size": 248320,
+}
+DENSE = PUBLISHED | {
+    "model_type": "qwen3_5_text",
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 4,
+    "linear_num_value_heads": 48,
+}
+SPARSE = PUBLISHED | {
+    "model_type": "qwen3_5_moe_text",
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "linear_num_value_heads": 32,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "wrapper", "recurrent", "slot_mib", "billions"),
+    [
+        (DENSE, "Qwen3_5ForConditionalGeneration", 48, 149.6, 26.9),
+        (SPARSE, "Qwen3_5MoeForConditionalGeneration", 30, 62.8, 34.7),
+    ],
+)
+def test_published_configurations_are_read(text, wrapper, recurrent, slot_mib, billions):
+    kind = text["model_type"].removesuffix("_text")
+    spec = spec_from_config(
+        {"architectures": [wrapper], "model_type": kind, "text_config": text, "vision_config": {}}
+    )
+    assert spec.states is not None
+    assert len(spec.states.layers) == recurrent
+    assert spec.states.slot_bytes / 2**20 == pytest.approx(slot_mib, abs=0.1)
+    assert num_parameters(spec) / 1e9 == pytest.approx(billions, abs=0.1)
+    assert spec.ropes[0].rotary_dim == 64
+
+
+@pytest.mark.parametrize("change", [{"attn_output_gate": False}, {"output_gate_type": "sigmoid"}])
+def test_gates_that_weft_does_not_compute_are_refused(change):
+    with pytest.raises(UnsupportedModelError, match=next(iter(change))):
+        spec_from_config(DENSE | {"architectures": ["Qwen3_5ForCausalLM"]} | change)
 
 
 @pytest.fixture(scope="module")

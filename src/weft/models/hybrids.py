@@ -22,7 +22,8 @@ from weft.models.spec import CheckpointLayout, GateSpec, LayerSpec, ModelSpec, M
 
 LINEAR = "linear_attention"
 _UNUSED = (  # of layers that guess further tokens; and of other engines
-    *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"),
+    *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "unsloth_fixed_mtp"),
+    "mamba_ssm_dtype",
 )
 PREDICTORS = r"mtp\..*"  # layers that guess further tokens, which are not used
 OTHER_TOWER = r"(model\.)?visual\..*"
@@ -30,6 +31,7 @@ OTHER_TOWER = r"(model\.)?visual\..*"
 
 def _delta(config: ConfigReader) -> StateSpec:
     """Read the sizes of layers by the gated delta rule."""
+    config.choice("output_gate_type", "swish", ("swish", "silu"))
     shape = DeltaShape(
         key_heads=config.positive("linear_num_key_heads", 16),
         value_heads=config.positive("linear_num_value_heads", 32),
@@ -96,7 +98,7 @@ def qwen3_5_text_part(config: ConfigReader, limit: int | None) -> ModelSpec:
 
 
 def _text_part(read: Reader, config: ConfigReader, limit: int | None) -> ModelSpec:
-    config.ignore("vision_start_token_id", "vision_end_token_id")
+    config.ignore("vision_start_token_id", "vision_end_token_id", "language_model_only")
     spec = read_text_part(read, config, limit)
     layout = replace(spec.layout, ignored=(*spec.layout.ignored, OTHER_TOWER))
     return replace(spec, layout=layout)
