@@ -65,6 +65,9 @@ def launch_rows(dtype: torch.dtype) -> None:
     norm.rms_norm(x, weight, 1e-6, False)
     for scores in (torch.empty(TOKENS, 128, dtype=dtype), split(128, dtype)):
         route.route(scores, Routing(8, normalise=True))
+    grouped = Routing(8, True, "sigmoid", 8, 4, routed_scaling_factor=2.5)  # beside a gate
+    for scores in (torch.empty(TOKENS, 257), split(257, dtype)):
+        route.route(scores, grouped, torch.empty(256), torch.empty(TOKENS))
     ids = torch.zeros(TOKENS, dtype=torch.int64)
     embedding.embedding(ids, x)
     codes = torch.empty(TOKENS, HIDDEN, dtype=torch.uint8).view(torch.float8_e4m3fn)
