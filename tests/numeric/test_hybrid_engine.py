@@ -20,9 +20,11 @@ from weft.core.errors import (
 )
 from weft.core.kv_split import LEAST_SLOTS
 from weft.core.plan import RowAdd, StepPlan
+from weft.cost.steps import Stage, StepRow
 from weft.engine.build import build_engine
 from weft.engine.model import resolve_settings
 from weft.engine.recurrent import check_recurrent
+from weft.engine.timer import Timer, room_of
 from weft.kernels.ops import select_ops
 from weft.models.layout import num_parameters
 from weft.models.spec_reader import read_spec, spec_from_config
@@ -320,3 +322,15 @@ def test_a_checkpoint_with_another_tower_is_read(tmp_path):
     with llm(save_with_tokenizer(whole, tmp_path)) as engine:
         ids = answers(engine, [PROMPTS[0]])[0][0]
     assert list(ids) == likeliest_by_reference(text, PROMPTS[0], list(ids))
+
+
+def test_steps_that_are_measured_have_states(folders):
+    config = settings_for(folders["qwen3.5"])
+    engine = build_engine(config)
+    room = room_of(config, engine.model, engine.resolved)
+    assert room.rows == min(8, engine.resolved.state_slots // 2)
+    stage = Stage(Timer(engine.executor).run, room)
+    rows = tuple(StepRow(8 * row, 1 + row) for row in range(room.rows))
+    assert len(stage.measure(rows, 1)) >= 1
+    stage.close()
+    engine.close()

@@ -206,7 +206,7 @@ class PolicyChoice:
         for pool, group in zip(scheduler.cache.pools, self._room.groups, strict=True):
             pool.evict(range(group.num_blocks))
         if (states := scheduler.cache.states) is not None:
-            states.pool.forget()
+            states.pool.evict(range(2 * self._room.rows))  # those of steps by hand
         kv = scheduler.memory.kv
         if isinstance(kv, TieredCache):
             for pool in kv.host.pools:
