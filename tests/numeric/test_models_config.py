@@ -213,7 +213,7 @@ def test_what_is_not_understood_is_refused(name) -> None:
     ("architecture", "mechanism"),
     [
         ("DeepseekV3ForCausalLM", "MLA"),
-        ("JambaForCausalLM", "recurrent state"),
+        ("JambaForCausalLM", "recurrent layers"),
         ("BertModel", "encoders"),
         ("T5ForConditionalGeneration", "encoder-decoder"),
         ("GPT2LMHeadModel", "MLPs without a gate"),

@@ -57,6 +57,7 @@ NO_OP: dict[str, tuple[Any, ...]] = {
     "residual_multiplier": (1, 1.0),
     "logits_scaling": (1, 1.0),
     "num_nextn_predict_layers": (0,),
+    "mlp_only_layers": ([],),
     "shared_expert_intermediate_size": (0,),
 }
 

@@ -6,7 +6,7 @@ import re
 
 _LATENT = "multi-head latent attention (MLA)"
 _SPARSE = "sparse attention by an indexer"
-_STATE = "recurrent state beside the KV cache"
+_STATE = "its kind of recurrent layers (the gated delta rule is known)"
 _ENCODER = "encoders, which attend in both directions"
 _OLDER = "biases of LayerNorm, and MLPs without a gate"
 _VISION = "towers for images, sound or video, and no text part of this checkpoint is known"
@@ -18,19 +18,17 @@ _MISSING = {
     r"DeepseekV32.*|GlmMoeDsa.*|Glm5Next.*|MiniMaxM3.*": f"{_LATENT} or {_SPARSE}",
     r"DeepseekV4.*|KimiK3.*|HYV4.*": f"{_SPARSE}, and hyper-connections",
     r"KimiLinear.*|Bailing.*": f"{_STATE}, and {_LATENT}",
-    r"Qwen3(Next|_5).*|Nemotron_?H.*|GraniteMoeHybrid.*|Lfm[23].*|OlmoHybrid.*": _STATE,
+    r"Nemotron_?H.*|GraniteMoeHybrid.*|Lfm[23].*|OlmoHybrid.*": _STATE,
     r"(Falcon)?Mamba2?ForCausalLM|Jamba.*|Bamba.*|Zamba.*|Zaya.*|RecurrentGemma.*|Rwkv.*": _STATE,
     r"MiniMaxForCausalLM|MiniMaxText01.*|xLSTM.*": _STATE,
     r"FalconH1.*": f"{_STATE}, in one layer with attention",
-    r"GptOss.*": "attention sinks, and experts with biases",
-    r"MiMoV2.*": "attention sinks, and values of another size than keys",
-    r"Step3p.*|Laguna.*|AfMoe.*|Afmoe.*": "gates of attention's output",
+    r"MiMoV2.*": "values of another size than keys",
+    r"Step3p.*|Laguna.*": "layers with unlike numbers of heads",
     r"Llama4.*": "attention in chunks of the sequence",
     r"Gemma3n.*": "alternating updates of several residuals (AltUp)",
     r"DeciLM.*": "layers without attention or of unlike MLPs",
-    r"Dbrx.*|Grok.*|Arctic.*|PhiMoE.*|Phimoe.*|JetMoe.*|Olmoe.*|FlexOlmo.*|Mixtral.*"
-    r".*M[oO][eE].*ForCausalLM|MiniMaxM2.*|Dots1.*|SolarOpen.*|HYV3.*": (
-        "its routing of experts, or experts that all tokens share"
+    r"Dbrx.*|Grok.*|Arctic.*|PhiMoE.*|JetMoe.*|FlexOlmo.*|.*M[oO][eE].*ForCausalLM": (
+        "its routing of experts"
     ),
     r"(GPT|Gpt|Opt|OPT|Bloom|Falcon|MPT|Mpt|CodeGen|Phi|Persimmon|StableLm|Starcoder2).*"
     r"|Nemotron.*|Apertus.*|Arcee.*": _OLDER,
