@@ -85,30 +85,7 @@ Arena& arena() {
 
 namespace {
 
-constexpr int64_t activation_group = 128;  // where a whole row of weights has one scale
 constexpr int64_t most_numbers = 1 << 28;  // of outputs and of inputs, so that sizes fit 64 bits
-
-int bits_of(Format format) {
-  return format == Format::int8 ? 8 : format == Format::int6 ? 6 : format == Format::int5 ? 5 : 4;
-}
-
-CodeTable table_of(Format format) {
-  return format == Format::nl4    ? CodeTable::nonlinear
-         : format == Format::mx4 ? CodeTable::e2m1
-                                  : CodeTable::none;
-}
-
-QuantWeight quant_of(const MatrixForm& form) {
-  if (!is_quantised(form.format)) return {};
-  return {.depth = form.inputs,
-          .group = form.group == 0 ? activation_group : form.group,
-          .bits = bits_of(form.format),
-          .scale_type = form.scale_type,
-          .zeros = form.zeros,
-          .minimums = form.minimums,
-          .nested = form.nested,
-          .table = table_of(form.format)};
-}
 
 void check(const MatrixForm& form) {
   const bool floats = form.format == Format::f32 || form.format == Format::bf16;

@@ -49,6 +49,30 @@ struct MatrixForm {
   bool nested = false;  // scales and minimums
 };
 
+inline constexpr int64_t activation_group = 128;  // where a whole row of weights has one scale
+
+inline int bits_of(Format format) {
+  return format == Format::int8 ? 8 : format == Format::int6 ? 6 : format == Format::int5 ? 5 : 4;
+}
+
+inline CodeTable table_of(Format format) {
+  return format == Format::nl4    ? CodeTable::nonlinear
+         : format == Format::mx4  ? CodeTable::e2m1
+                                  : CodeTable::none;
+}
+
+inline QuantWeight quant_of(const MatrixForm& form) {
+  if (!is_quantised(form.format)) return {};
+  return {.depth = form.inputs,
+          .group = form.group == 0 ? activation_group : form.group,
+          .bits = bits_of(form.format),
+          .scale_type = form.scale_type,
+          .zeros = form.zeros,
+          .minimums = form.minimums,
+          .nested = form.nested,
+          .table = table_of(form.format)};
+}
+
 // Rows of codes as they are written to a matrix, each contiguous: see `QuantColumn`.
 struct QuantInput {
   const uint8_t* values;  // [rows, inputs]
