@@ -39,7 +39,7 @@ def tensor_shapes(
     return [
         (blocks, group.num_kv_heads, block_size, row_size(dtype, group.head_dim))
         for group, blocks in zip(groups, num_blocks, strict=True)
-        for _ in range(2 * len(group.layers))
+        for _ in range(group.arrays * len(group.layers))
     ]
 
 
@@ -47,8 +47,8 @@ class KVStore:
     """Memory for the KV blocks of every group.
 
     ``keys[group][i]`` and ``values[group][i]`` are [num_blocks, Hkv, block_size, D] arrays of the
-    group's i-th layer; of 8-bit types [num_blocks, Hkv, block_size, D + 4], a block's scales
-    included (``kernels.kv_storage``).
+    group's i-th layer, one array where ``KVGroup.value_in_key``; of 8-bit types [num_blocks, Hkv,
+    block_size, D + 4], a block's scales included (``kernels.kv_storage``).
 
     Args:
         memory: for this store, and for those like it.
@@ -75,11 +75,17 @@ class KVStore:
         self.values: list[list[Array]] = []
         shapes = iter(tensor_shapes(groups, num_blocks, block_size, dtype))
         for group in groups:
-            for tensors in (self.keys, self.values):
-                tensors.append([(file or memory)(next(shapes), dtype) for _ in group.layers])
+            kinds = [
+                [(file or memory)(next(shapes), dtype) for _ in group.layers]
+                for _ in range(group.arrays)
+            ]
+            self.keys.append(kinds[0])
+            self.values.append(kinds[-1])
 
     def tensors(self, group: int) -> tuple[Array, ...]:
-        """Keys and values of every layer of the group."""
+        """Keys and values of every layer of the group, or what is both once."""
+        if self.values[group] is self.keys[group]:
+            return tuple(self.keys[group])
         return (*self.keys[group], *self.values[group])
 
     def zero(self, group: int, block: int) -> None:
@@ -114,9 +120,13 @@ class KVStore:
         """
         memory = memory or self._memory
         other = KVStore((), (), self.block_size, "float32", memory)
-        for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
-            for tensors, count in zip(mine, num_blocks, strict=True):
-                theirs.append([memory((count, *t.shape[1:]), dtype_name(t.dtype)) for t in tensors])
+        for keys, values, count in zip(self.keys, self.values, num_blocks, strict=True):
+            kinds = [
+                [memory((count, *t.shape[1:]), dtype_name(t.dtype)) for t in tensors]
+                for tensors in ([keys] if values is keys else [keys, values])
+            ]
+            other.keys.append(kinds[0])
+            other.values.append(kinds[-1])
         return other
 
 

@@ -128,6 +128,12 @@ class Linear(Protocol):
     def __call__(self, x: Array, weight: Weight, bias: Array | None, /) -> Array: ...
 
 
+class Heads(Protocol):
+    """See ``reference.heads``."""
+
+    def __call__(self, x: Array, weights: Experts, /) -> Array: ...
+
+
 class Logits(Protocol):
     """Product of hidden states [S, C] and the output head [V, C]: float32 [S, V]."""
 
@@ -352,6 +358,7 @@ class OpTable:
     act_mul: ActMul
     gate: GateHeads
     linear: Linear
+    heads: Heads
     logits: Logits
     softcap: Softcap
     embedding: Embedding

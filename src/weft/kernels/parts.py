@@ -93,6 +93,35 @@ class RoutedExperts:
 
 
 @dataclass(frozen=True)
+class LatentParts:
+    """What latent attention has beside the matrices of a layer (DeepSeek-V2 2024, section 2.1).
+
+    Attributes:
+        rotated: numbers of a head, and of the row that all heads share, which are rotated.
+        norm_eps: of the norms of latents.
+        query_up: matrix [H * (plain + rotated), Q] of the queries' latent; None: they have none.
+        query_norm: [Q].
+        row_norm: [rank].
+        key_up: H matrices [rank, plain].
+        value_up: H matrices [value, rank].
+    """
+
+    rotated: int
+    norm_eps: float
+    query_up: Any | None
+    query_norm: Array | None
+    row_norm: Array
+    key_up: Any
+    value_up: Any
+
+    def query_rows(self) -> int:
+        """Outputs of the product that gives queries, or their latent."""
+        if self.query_up is not None:
+            return int(self.query_up.shape[1])
+        return len(self.key_up) * (int(self.key_up[0].shape[1]) + self.rotated)
+
+
+@dataclass(frozen=True)
 class LayerParts:
     """A layer: its shape and its weights.
 
@@ -103,6 +132,8 @@ class LayerParts:
         experts: in place of the MLP; beside it as routed ones beside shared ones; or, where what
             the MLP gives has a norm, with norms of their own (Gemma 4).
         scalar: [1], multiplies what leaves the layer.
+        latent: of a layer with latent attention, whose ``qkv`` gives queries, or their latent, and
+            the row that all heads share.
     """
 
     shape: LayerShape
@@ -111,6 +142,7 @@ class LayerParts:
     biases: Biases
     experts: RoutedExperts | None = None
     scalar: Array | None = None
+    latent: LatentParts | None = None
 
 
 @dataclass(frozen=True)
@@ -170,10 +202,13 @@ def check_parts(parts: LayerParts) -> None:
     experts = 0 if parts.experts is None else len(parts.experts.down)
     router = experts + (parts.experts is not None and parts.experts.mlp_gate)
     heads, dim = shape.heads, shape.head_dim
-    qkv = (heads + (1 if shape.value_is_key else 2) * shape.kv_heads) * dim
+    qkv, attended = (heads + (1 if shape.value_is_key else 2) * shape.kv_heads) * dim, heads * dim
+    if parts.latent is not None:
+        qkv = parts.latent.query_rows() + dim
+        attended = heads * int(parts.latent.value_up[0].shape[0])
     wanted = {
         "qkv": (qkv, hidden),
-        "output": (hidden, heads * dim),
+        "output": (hidden, attended),
         "output_gate": (_gates(parts), hidden),
         "gate_up": (2 * size, hidden),
         "down": (hidden, size),

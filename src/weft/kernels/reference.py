@@ -172,6 +172,12 @@ def on_device(array: Array, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
+def heads(x: Tensor, weights: Experts) -> Tensor:
+    """Multiply each head of x [T, H, I] with its own one of H matrices [O, I]: [T, H, O]."""
+    products = [x[:, i].float() @ weights[i].float().T for i in range(x.shape[1])]
+    return torch.stack(products, 1).to(x.dtype)
+
+
 def route(scores: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Choose the experts of each token by their scores; see ``Routing``.
 

@@ -30,6 +30,7 @@ from weft.kernels.delta import LayerStates, StateBatch
 from weft.kernels.interface import FusedStack, OpTable, Weight
 from weft.kernels.parts import LayerInputs, StackParts
 from weft.models.fused import fuse
+from weft.models.latent import expand_latent, project_latent
 from weft.models.layers import (
     Angles,
     LayerWeights,
@@ -327,6 +328,8 @@ class Decoder:
             keys = spec.num_heads + kind.num_kv_heads
             return qkv[:, : spec.num_heads], qkv[:, spec.num_heads : keys], qkv[:, keys:]
         x = pre_norm(spec, residual, weights.input_norm, self.ops)
+        if spec.latent is not None:
+            return project_latent(spec, weights, x, angles[kind.rope], self.ops)
         return project_qkv(spec, kind, weights, x, angles[kind.rope], self.ops)
 
     def mix(
@@ -358,6 +361,8 @@ class Decoder:
         spec, ops, weights = self.spec, self.ops, self.layers[layer]
         if ops.ranks.splits(residual):
             ops = replace(ops, ranks=ByRows(ops.ranks))
+        if spec.latent is not None:
+            attended = expand_latent(spec, weights, attended, ops)
         attended = gated(spec, weights, attended, residual, ops)
         y = ops.linear(attended.reshape(len(attended), -1), weights.output, weights.output_bias)
         y = ops.ranks.sum(y)  # [T, C], or a rank's rows of that

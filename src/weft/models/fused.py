@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weft.kernels.hosted import HostedExperts
 from weft.kernels.interface import Fused, FusedLayer, OpTable
-from weft.kernels.parts import Biases, LayerParts, LayerShape, Norms, RoutedExperts
+from weft.kernels.parts import Biases, LatentParts, LayerParts, LayerShape, Norms, RoutedExperts
 from weft.models.layers import LayerWeights
 from weft.models.spec import LayerSpec, ModelSpec
 
@@ -26,6 +26,7 @@ def fusable(spec: ModelSpec, layer: LayerSpec, fused: Fused, ranks: int = 1) -> 
     plain = plain and not (spec.value_norm or spec.per_layer_input_size or spec.layer_scalars)
     plain = plain and spec.pre_norms and spec.residual_scale == 1.0
     plain = plain and not (spec.qk_norm_whole or spec.qk_norm_rotated)
+    plain = plain and spec.latent is None
     plain = plain and not (spec.norm_centred or spec.parallel_block)
     plain = plain and not spec.ropes[layer.rope].query_scales
     plain = plain and spec.post_norm_eps is None and not spec.embedding_norm
@@ -96,5 +97,16 @@ def fuse(
             weights.expert_down_bias,
             spec.moe.shared_gate,
         )
-    parts = LayerParts(shape, matrices, norms, biases, experts, weights.layer_scalar)
+    latent = None
+    if spec.latent is not None:
+        latent = LatentParts(
+            spec.latent.rotated_dim,
+            spec.latent.norm_eps,
+            weights.query_up,
+            weights.query_norm,
+            weights.latent_norm,
+            weights.key_up,
+            weights.value_up,
+        )
+    parts = LayerParts(shape, matrices, norms, biases, experts, weights.layer_scalar, latent)
     return ops.fused.layer(parts)

@@ -33,6 +33,11 @@ class LayerWeights:
 
     qkv: Weight  # [(H + 2 Hkv) * D, C]; of a recurrent layer q, k, v and gate: see DeltaShape
     output: Weight  # [C, H * D], or [C, Hv * Dv]
+    query_norm: Array | None = None  # [Q], of latent attention, whose sizes ``LatentSpec`` has
+    query_up: Weight | None = None  # [H * (plain + rotated), Q]
+    latent_norm: Array | None = None  # [rank]
+    key_up: Experts | None = None  # [H, rank, plain]
+    value_up: Experts | None = None  # [H, value, rank]
     input_norm: Array | None = None  # [C]
     mlp_norm: Array | None = None  # [C]
     qkv_bias: Array | None = None

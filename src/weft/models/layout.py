@@ -14,7 +14,7 @@ from weft.kernels.storage import GATED, Storage, computed_as
 from weft.models.parameter import Parameter, Piece, Shape
 from weft.models.quant_config import GGUF, StoredWeights
 from weft.models.shard import WHOLE, Shard, cut, has_mlp
-from weft.models.spec import LayerSpec, ModelSpec, MoeSpec, StateSpec
+from weft.models.spec import LatentSpec, LayerSpec, ModelSpec, MoeSpec, StateSpec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -23,6 +23,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # tied). An error in the head goes straight into the logits: with int4 it has the smallest groups,
 # with fp8 it stays in floats unless ``FP8_HEAD`` is asked for.
 ROUNDED = {"qkv", "output", "output_gate", "gate_up", "down", "expert_gate_up", "expert_down"}
+ROUNDED |= {"query_up"}
 HEAD_GROUP = 32
 FP8_HEAD = "fp8-head"  # as ``fp8``, the output head as well
 FP8 = Storage(8, None, "float32", format="e4m3")
@@ -52,7 +53,7 @@ def parameters(spec: ModelSpec, *, stacked_experts: bool = False) -> Iterator[Pa
         yield _whole("per_layer_norm", norm, (spec.per_layer_input_size,))
     for number, layer in enumerate(spec.layers):
         inside = [
-            *(_attention(spec, layer) if layer.state is None else _recurrence(spec, layer.state)),
+            *_mixer(spec, layer),
             *_norms(spec),
             *_mlp(spec, layer),
             *_experts(spec, layer, stacked_experts),
@@ -186,6 +187,14 @@ def _stack(name: str, parts: list[tuple[str, int]], *columns: int) -> Parameter:
     return Parameter(name, (start, *columns), tuple(pieces))
 
 
+def _mixer(spec: ModelSpec, layer: LayerSpec) -> Iterator[Parameter]:
+    if layer.state is not None:
+        return _recurrence(spec, layer.state)
+    if spec.latent is not None:
+        return _latent(spec, spec.latent)
+    return _attention(spec, layer)
+
+
 def _attention(spec: ModelSpec, layer: LayerSpec) -> Iterator[Parameter]:
     hidden, dim = spec.hidden_size, layer.head_dim
     q_rows, kv_rows = spec.num_heads * dim, layer.num_kv_heads * dim
@@ -196,12 +205,10 @@ def _attention(spec: ModelSpec, layer: LayerSpec) -> Iterator[Parameter]:
             parts.append(("v_proj", kv_rows))
     if spec.layout.fused_qkv:
         parts = [("qkv_proj", q_rows + 2 * kv_rows)]
-    weights = [(f"self_attn.{name}.weight", rows) for name, rows in parts]
-    qkv = _by_halves(spec, layer, _stack("qkv", weights, hidden))
+    qkv = _by_halves(spec, layer, _stack("qkv", _named("weight", parts), hidden))
     yield _beside_gates(spec, layer, qkv) if spec.layout.gate_in_q else qkv
     if spec.qkv_bias:
-        biases = [(f"self_attn.{name}.bias", rows) for name, rows in parts]
-        yield _by_halves(spec, layer, _stack("qkv_bias", biases))
+        yield _by_halves(spec, layer, _stack("qkv_bias", _named("bias", parts)))
     yield _whole("output", "self_attn.o_proj.weight", (hidden, q_rows))
     if spec.output_bias:
         yield _whole("output_bias", "self_attn.o_proj.bias", (hidden,))
@@ -211,6 +218,55 @@ def _attention(spec: ModelSpec, layer: LayerSpec) -> Iterator[Parameter]:
         yield _whole("sinks", "self_attn.sinks", (spec.num_heads,))
     if spec.qk_norm and spec.qk_norm_weighted:
         yield _by_halves(spec, layer, _qk_norm(spec, layer))
+
+
+def _latent(spec: ModelSpec, latent: LatentSpec) -> Iterator[Parameter]:
+    """The parameters of latent attention; ``qkv`` gives queries, or their latent, and the row."""
+    hidden, heads, rank = spec.hidden_size, spec.num_heads, latent.rank
+    rows = heads * latent.query_dim
+    projection = ("q_proj", rows) if latent.query_rank is None else ("q_a_proj", latent.query_rank)
+    parts = [projection, ("kv_a_proj_with_mqa", latent.row_dim)]
+    yield _turned(spec, latent, _stack("qkv", _named("weight", parts), hidden))
+    if spec.qkv_bias and latent.query_rank is not None:
+        yield _turned(spec, latent, _stack("qkv_bias", _named("bias", parts)))
+    if latent.query_rank is not None:
+        yield _whole("query_norm", "self_attn.q_a_layernorm.weight", (latent.query_rank,))
+        up = _whole("query_up", "self_attn.q_b_proj.weight", (rows, latent.query_rank))
+        yield _turned(spec, latent, up)
+    yield _whole("latent_norm", "self_attn.kv_a_layernorm.weight", (rank,))
+    each = latent.plain_dim + latent.value_dim
+    keys, values = [], []
+    for head in range(heads):
+        start, middle = head * each, head * each + latent.plain_dim
+        tensor, key = "self_attn.kv_b_proj.weight", (slice(None), slice(start, middle))
+        keys.append(Piece(tensor, (rank, heads * each), (head,), key, transposed=True))
+        value = (slice(middle, start + each),)
+        values.append(Piece(tensor, (heads * each, rank), (head,), value))
+    yield Parameter("key_up", (heads, rank, latent.plain_dim), tuple(keys))
+    yield Parameter("value_up", (heads, latent.value_dim, rank), tuple(values))
+    yield _whole("output", "self_attn.o_proj.weight", (hidden, heads * latent.value_dim))
+    if spec.output_bias:
+        yield _whole("output_bias", "self_attn.o_proj.bias", (hidden,))
+
+
+def _named(kind: str, parts: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    return [(f"self_attn.{name}.{kind}", rows) for name, rows in parts]
+
+
+def _turned(spec: ModelSpec, latent: LatentSpec, parameter: Parameter) -> Parameter:
+    """Have what is rotated, at the end of a query's head and of the row, in the order of halves."""
+    if not spec.layout.rotated_by_pairs:
+        return parameter
+    sizes = {"kv_a_proj_with_mqa": latent.row_dim, "q_a_proj": None}
+
+    def turned(piece: Piece) -> Piece:
+        size = sizes.get(piece.tensor.split(".")[1], latent.query_dim)
+        if size is None:
+            return piece
+        start = size - latent.rotated_dim
+        return replace(piece, pairs=(size, latent.rotated_dim), pairs_start=start)
+
+    return replace(parameter, pieces=tuple(map(turned, parameter.pieces)))
 
 
 def _by_halves(spec: ModelSpec, layer: LayerSpec, parameter: Parameter) -> Parameter:

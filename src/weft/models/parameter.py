@@ -20,7 +20,8 @@ class Piece:
     for each leading dimension of the tensor, of which no more than that is taken. ``pairs`` are the
     rows of a head and those of them that a checkpoint rotates as neighbouring pairs, where they are
     to be rotated as two halves; along dimension ``axis`` the tensor is put in that order before a
-    part is taken. So are gates that alternate with what they multiply: one head of all rows.
+    part is taken; of a head what begins at ``pairs_start`` is rotated. So are gates that alternate
+    with what they multiply: one head of all rows.
     ``shape`` is that of the tensor, but of one that is ``transposed`` with both last ones swapped.
     """
 
@@ -30,6 +31,7 @@ class Piece:
     part: tuple[slice, ...] = ()
     pairs: tuple[int, int] | None = None
     axis: int = 0
+    pairs_start: int = 0
     transposed: bool = False
 
     @property
@@ -50,7 +52,8 @@ def order_by_halves(piece: Piece) -> NDArray[np.int64]:
     assert piece.pairs is not None
     size, rotated = piece.pairs
     head = np.arange(size)
-    head[:rotated] = head[:rotated].reshape(-1, 2).T.ravel()
+    turned = slice(piece.pairs_start, piece.pairs_start + rotated)
+    head[turned] = head[turned].reshape(-1, 2).T.ravel()
     return (np.arange(0, piece.shape[piece.axis], size)[:, None] + head).ravel()
 
 

@@ -114,6 +114,32 @@ class StateSpec:
 
 
 @dataclass(frozen=True)
+class LatentSpec:
+    """Multi-head latent attention: all heads of a token share one cached row.
+
+    The row has the rotated part of the key and a latent, which are a key of all query heads in the
+    absorbed form (DeepSeek-V2 2024, section 2.1 and appendix C); its latent is the value.
+    """
+
+    query_rank: int | None  # of the projection of queries; None: it is one matrix
+    rank: int  # numbers of the latent
+    rotated_dim: int  # numbers of a head that are rotated
+    plain_dim: int  # numbers of a query's head that are not
+    value_dim: int  # numbers of a head's output
+    norm_eps: float = 1e-6  # of the latents' norms, which is not the layers'
+
+    @property
+    def query_dim(self) -> int:
+        """Numbers of a query's head as it is projected."""
+        return self.plain_dim + self.rotated_dim
+
+    @property
+    def row_dim(self) -> int:
+        """Numbers of a cached row, which are those of an absorbed query's head."""
+        return self.rotated_dim + self.rank
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """The parameters in which layers may differ."""
 
@@ -151,11 +177,17 @@ class KVGroup:
     window: int | None
     num_kv_heads: int
     head_dim: int
+    value_in_key: bool = False  # keys and values are the same arrays
+
+    @property
+    def arrays(self) -> int:
+        """Arrays of a layer's cache."""
+        return 1 if self.value_in_key else 2
 
     def bytes_per_token(self, element_bytes: int, scale_bytes: int = 0) -> int:
         """Return the KV bytes of one token over all layers; each row of a head may have a scale."""
         row = self.head_dim * element_bytes + scale_bytes
-        return 2 * len(self.layers) * self.num_kv_heads * row
+        return self.arrays * len(self.layers) * self.num_kv_heads * row
 
 
 @dataclass(frozen=True)
@@ -272,6 +304,7 @@ class ModelSpec:
     unit_states: bool = True  # vectors of texts have length 1
     sigmoid_scores: bool = True  # of rerankers, unless a request asks for logits
     moe: MoeSpec | None = None
+    latent: LatentSpec | None = None  # how all layers attend, in place of K and V of their heads
     per_layer_input_size: int = 0  # Gemma 4: width of each layer's own token embedding
     per_layer_vocab_size: int = 0
     layer_scalars: bool = False  # Gemma 4: each layer's output is multiplied by a stored number
@@ -297,9 +330,9 @@ class ModelSpec:
         """Whether rows of one step may join those of another step between two layers.
 
         Per-layer token inputs are computed at the start of a step for all its layers, so they rule
-        it out.
+        it out. Latent attention has more to do around the cache than other processes know.
         """
-        return self.per_layer_input_size == 0
+        return self.per_layer_input_size == 0 and self.latent is None
 
     @cached_property
     def kv_groups(self) -> tuple[KVGroup, ...]:
@@ -314,7 +347,7 @@ class ModelSpec:
                 members.setdefault(key, []).append(index)
         if self.stage.groups:
             return tuple(
-                KVGroup(name, tuple(members.get(shape, ())), *shape)
+                KVGroup(name, tuple(members.get(shape, ())), *shape, self.latent is not None)
                 for name, shape in self.stage.groups
             )
         groups: list[KVGroup] = []
@@ -324,7 +357,8 @@ class ModelSpec:
             kind = "full" if window is None else "sliding"
             twins = sum(group.name.startswith(kind) for group in groups)
             name = f"{kind}{twins + 1}" if twins else kind
-            groups.append(KVGroup(name, tuple(layers), window, kv_heads, head_dim))
+            shape = (window, kv_heads, head_dim)
+            groups.append(KVGroup(name, tuple(layers), *shape, self.latent is not None))
         return tuple(groups)
 
     @cached_property

@@ -182,7 +182,16 @@ class Routing:
 def route(scores: _View, routing: Routing, ids: int, shares: int) -> None: ...
 def moe(experts: Experts, x: _View, ids: int, shares: int, top_k: int, out: int) -> None: ...
 
+class Latent:
+    query_up: Matrix
+    query_norm: int
+    row_norm: int
+    rotated: int
+    epsilon: float
+    def add_head(self, key_up: Matrix, value_up: Matrix, /) -> None: ...
+
 class Layer:
+    latent: Latent
     qkv: Matrix
     output: Matrix
     output_gate: Matrix
@@ -327,6 +336,7 @@ def angles(
     sin: int,
     /,
 ) -> None: ...
+def heads(matrices: list[Matrix], x: _View, out: int) -> None: ...
 def normalise(
     x: _View, weight: _View | None, plus_one: bool, epsilon: float, centred: bool, out: int
 ) -> None: ...

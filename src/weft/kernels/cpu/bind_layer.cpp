@@ -7,6 +7,7 @@
 
 namespace nb = nanobind;
 using weft::Experts;
+using weft::Latent;
 using weft::Layer;
 using weft::Matrix;
 using weft::Routing;
@@ -90,10 +91,26 @@ void bind_experts(nb::module_& m) {
 
 }  // namespace
 
+void bind_latent(nb::module_& m) {
+  nb::class_<Latent> type(m, "Latent");
+  type.def(nb::init<>())
+      .def_rw("query_up", &Latent::query_up)
+      .def_rw("rotated", &Latent::rotated)
+      .def_rw("epsilon", &Latent::epsilon)
+      .def("add_head", [](Latent& latent, const Matrix& key_up, const Matrix& value_up) {
+        latent.key_up.push_back(&key_up);
+        latent.value_up.push_back(&value_up);
+      });
+  address(type, "query_norm", &Latent::query_norm);
+  address(type, "row_norm", &Latent::row_norm);
+}
+
 void bind_layer(nb::module_& m) {
   bind_experts(m);
+  bind_latent(m);
   nb::class_<Layer> type(m, "Layer");
   type.def(nb::init<>())
+      .def_rw("latent", &Layer::latent)
       .def_rw("qkv", &Layer::qkv)
       .def_rw("output", &Layer::output)
       .def_rw("output_gate", &Layer::output_gate)

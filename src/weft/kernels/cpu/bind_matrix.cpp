@@ -74,6 +74,14 @@ void linear(const Matrix& matrix, uintptr_t x, int64_t x_stride, int64_t rows, u
                   .out_type = type});
 }
 
+void heads(nb::list matrices, nb::tuple x, uintptr_t out) {
+  std::vector<const Matrix*> found;
+  for (nb::handle matrix : matrices) found.push_back(nb::cast<const Matrix*>(matrix));
+  const weft::Tensor rows = tensor_of("x", x);
+  const nb::gil_scoped_release released;
+  weft::multiply_heads(found, rows, reinterpret_cast<char*>(out));
+}
+
 void gather(const Matrix& matrix, uintptr_t outputs, int64_t count, uintptr_t to) {
   const int64_t bytes = matrix.inputs() * size_of(matrix.type());
   const nb::gil_scoped_release released;
@@ -85,6 +93,7 @@ void gather(const Matrix& matrix, uintptr_t outputs, int64_t count, uintptr_t to
 
 void bind_matrix(nb::module_& m) {
   m.attr("layout_version") = weft::layout_version;
+  m.def("heads", &heads, nb::arg("matrices"), nb::arg("x"), nb::arg("out"));
   nb::class_<Matrix>(m, "Matrix")
       .def_static("pack", &pack, nb::arg("pieces"), nb::arg("gated"))
       .def_static("quantised", &quantised, nb::arg("form"))

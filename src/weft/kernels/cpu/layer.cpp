@@ -62,6 +62,7 @@ class Heads {
 
 void layer_pre(const Layer& layer, const char* residual, int64_t tokens, const float* cos,
                const float* sin, int64_t half, char* qkv) {
+  if (layer.latent != nullptr) return latent_pre(layer, residual, tokens, cos, sin, half, qkv);
   static thread_local KeptMemory kept;
   const PanelKernels& kernels = *chosen_isa().panel;
   const DType type = layer.type();

@@ -2,11 +2,23 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "experts.hpp"
 #include "matrix.hpp"
 
 namespace weft {
+
+// Latent attention: the heads share one row of `rotated` numbers and a latent, key and value of all.
+struct Latent {
+  const Matrix* query_up = nullptr;    // of the latent of queries; none: they are projected whole
+  const float* query_norm = nullptr;   // of that latent
+  const float* row_norm = nullptr;     // of the row's latent
+  std::vector<const Matrix*> key_up;   // of each head [latent, plain]
+  std::vector<const Matrix*> value_up; // of each head [value, latent]
+  int64_t rotated = 0;
+  float epsilon = 0;
+};
 
 // A layer. Nothing is owned. What a layer may lack is null; norms are what is multiplied with, in
 // float32, biases are of the matrices' type.
@@ -53,6 +65,7 @@ struct Layer {
   bool value_is_key = false;  // values are the keys before their norm and rotation
   bool value_norm = false;    // values are normalised, without a weight
   float residual_scale = 1;   // multiplies what attention and MLP or experts add
+  const Latent* latent = nullptr;  // then qkv gives queries, or their latent, and the row
   float epsilon = 0, post_epsilon = 0;  // post: of the norms after attention and MLP or experts
   bool centred = false;       // norms subtract the mean first
   bool parallel = false;      // the MLP reads the residual that attention reads
@@ -71,6 +84,9 @@ struct Layer {
 // qkv [tokens, columns].
 void layer_pre(const Layer& layer, const char* residual, int64_t tokens, const float* cos,
                const float* sin, int64_t half, char* qkv);
+// The same of a layer with latent attention: of its absorbed queries, and twice of the row.
+void latent_pre(const Layer& layer, const char* residual, int64_t tokens, const float* cos,
+                const float* sin, int64_t half, char* qkv);
 // Output projection, MLP and experts, norms and sums, the token's own input: out [tokens, hidden]
 // is the new residual. It may be the old one's memory.
 //

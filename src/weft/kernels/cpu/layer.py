@@ -19,7 +19,7 @@ from weft.kernels.arrays import (
 from weft.kernels.cpu import _native
 from weft.kernels.cpu.experts import bind_experts, correction, native_routing
 from weft.kernels.cpu.rows import ACTIVATIONS, GATINGS
-from weft.kernels.parts import LayerParts, LayerShape, RoutedExperts, check_parts
+from weft.kernels.parts import LatentParts, LayerParts, LayerShape, RoutedExperts, check_parts
 
 
 class CpuLayer:
@@ -35,7 +35,7 @@ class CpuLayer:
         shape, matrices = parts.shape, parts.matrices
         if "gate_up" in matrices and not matrices["gate_up"].gated:
             raise ValueError("gate_up must be packed as a gated matrix")
-        self._shape = shape
+        self._shape, self._rotated = shape, shape.head_dim
         self._hidden = matrices["qkv"].shape[1]
         self._dtype = matrices["qkv"].dtype
         self._width = matrices["input_gate"].shape[0] if "input_gate" in matrices else 0
@@ -54,7 +54,26 @@ class CpuLayer:
             self._bind_experts(parts.experts)
         if parts.scalar is not None:
             self.native.scalar = float(parts.scalar[0])
+        if parts.latent is not None:
+            self._bind_latent(parts.latent)
         self._bind_shape(shape)
+
+    def _bind_latent(self, latent: LatentParts) -> None:
+        native = _native.Latent()
+        native.rotated, native.epsilon = latent.rotated, latent.norm_eps
+        if latent.query_up is not None:
+            native.query_up = latent.query_up.native
+        for name in ("query_norm", "row_norm"):
+            weight = getattr(latent, name)
+            if weight is not None:
+                numbers = np.ascontiguousarray(to_numpy(weight).astype(np.float32))
+                setattr(native, name, address(numbers))
+                self._kept.append(numbers)
+        for key_up, value_up in zip(latent.key_up, latent.value_up, strict=True):
+            native.add_head(key_up.native, value_up.native)
+        self.native.latent = native
+        self._rotated = latent.rotated
+        self._kept += [native, latent]
 
     def _bind_shape(self, shape: LayerShape) -> None:
         native = self.native
@@ -169,7 +188,7 @@ class CpuLayer:
             cos.shape != (tokens, half)
             or sin.shape != cos.shape
             or not dtype_name(cos.dtype) == dtype_name(sin.dtype) == "float32"
-            or 2 * half > self._shape.head_dim * (1 + self._shape.own_query_angles)
+            or 2 * half > self._rotated * (1 + self._shape.own_query_angles)
         ):
             raise ValueError(f"angles {list(cos.shape)} do not fit {tokens} tokens")
 

@@ -27,7 +27,15 @@ from weft.kernels.arrays import (
 )
 from weft.kernels.cpu import _native
 from weft.kernels.quantized import Quantized
-from weft.kernels.storage import GATED, MULTIPLIED, TABLES, PackedForm, Storage, end_of_rows
+from weft.kernels.storage import (
+    BY_HEAD,
+    GATED,
+    MULTIPLIED,
+    TABLES,
+    PackedForm,
+    Storage,
+    end_of_rows,
+)
 
 # By `Format` in panel.hpp.
 FORMATS = {0: "float32", 1: "bfloat16", 2: "int8", 3: "int4", 4: "int5", 5: "int6"}
@@ -202,6 +210,24 @@ def linear(x: Array, matrix: CpuMatrix, bias: Array | None, dtype: str | None = 
     return out
 
 
+def heads(x: Array, matrices: Sequence[CpuMatrix]) -> Array:
+    """Multiply each head of x [T, H, I] with its own matrix [O, I] -> [T, H, O].
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    count, (outputs, inputs) = len(matrices), matrices[0].shape
+    if x.shape[1:] != (count, inputs) or any(
+        matrix.shape != (outputs, inputs) or matrix.dtype != dtype_name(x.dtype)
+        for matrix in matrices
+    ):
+        raise ValueError(f"x {list(x.shape)} of {x.dtype} does not fit {count} heads")
+    x = dense_rows(x)
+    out = empty(x, (len(x), count, outputs))
+    _native.heads([matrix.native for matrix in matrices], view("x", x), address(out))
+    return out
+
+
 def logits(hidden: Array, matrix: CpuMatrix) -> Array:
     """Return ``linear`` without a bias in float32: the sums as they are, not rounded."""
     return linear(hidden, matrix, None, "float32")
@@ -232,7 +258,7 @@ def pack(parameter: str, array: Array | list[Array]) -> Array | CpuMatrix | tupl
             are its outputs in their order.
     """
     name = parameter.rpartition(".")[2]
-    if name not in MULTIPLIED:
+    if name not in MULTIPLIED | BY_HEAD:
         return np.array(to_numpy(array))
     if not isinstance(array, list) and array.ndim == 3:
         return tuple(CpuMatrix(expert, gated=name in GATED) for expert in array)

@@ -21,7 +21,7 @@ namespace weft {
 // a model's layers follow each other closely.
 class Pool {
  public:
-  static constexpr int max_phases = 8;
+  static constexpr int max_phases = 10;
 
   explicit Pool(int threads) : threads_(threads) {}
   Pool(const Pool&) = delete;

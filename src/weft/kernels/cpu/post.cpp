@@ -17,7 +17,14 @@ class Post {
       : layer_(layer), tokens_(tokens), inputs_(inputs),
         in_(rows_of(residual, hidden_, type_)), result_(rows_of(out, hidden_, type_)) {
     static thread_local KeptMemory kept;
-    attended_ = rows_of(attended, layer.output->inputs(), type_);
+    attended_ = rows_of(attended, layer.heads * layer.head_size, type_);
+    if (layer.latent != nullptr) {
+      expand_.matrices = layer.latent->value_up;
+      const int64_t skipped = layer.latent->rotated * size_of(type_);
+      expand_.x = {attended_.data + skipped, attended_.stride};
+      expand_.x_step = layer.head_size * size_of(type_);
+      expand_.out_step = expand_.matrices.front()->outputs() * size_of(type_);
+    }
     gate_up_.activated = true;
     gate_up_.activation = layer.activation;
     kept.lay_out([this](Slices& slices) { place(slices); });
@@ -28,6 +35,9 @@ class Post {
     if (gate_.matrix != nullptr) open_gate();
     const int64_t dense = items_of(gate_up_), routing = items_of(router_);
     Phases phases;
+    if (layer_.latent != nullptr) {
+      phases.add(expand_.items(), [this](int64_t item) { expand_.run(kernels_, item); });
+    }
     phases.add_rounding(output_);
     phases.add(output_.items(), [this](int64_t item) { output_.run(kernels_, item); });
     phases.add_tokens(tokens_, [this](int64_t token) { begin(token); });
@@ -110,6 +120,9 @@ class Post {
     for (Rows* rows : {&middle_, &y_}) *rows = slices.rows(tokens_, hidden_, type_);
     x_ = layer_.mlp_norm == nullptr ? middle_ : slices.rows(tokens_, hidden_, type_);
     output_.x = attended_;
+    if (layer_.latent != nullptr) {
+      output_.x = expand_.out = slices.rows(tokens_, layer_.output->inputs(), type_);
+    }
     if (gate_.matrix != nullptr) {
       gate_.x = layer_.input_norm == nullptr ? in_ : slices.rows(tokens_, hidden_, type_);
       gate_.out = slices.rows(tokens_, gate_.matrix->outputs(), type_);
@@ -230,6 +243,8 @@ class Post {
   const int threads_ = shared_pool().threads();
   const Rows inputs_, in_, result_;
   Rows attended_{};
+  HeadProducts expand_{.matrices = {}, .x = {}, .out = {}, .x_step = 0, .out_step = 0,
+                       .rows = tokens_, .type = type_};  // of latent attention
   Multiplication output_ = product_of(layer_.output, layer_.output_bias);
   Multiplication gate_ = product_of(layer_.output_gate);
   Multiplication gate_up_ = product_of(layer_.gate_up, layer_.gate_up_bias);
