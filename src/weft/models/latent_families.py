@@ -9,7 +9,13 @@ from typing import Any
 from weft.models.config_reader import ConfigReader
 from weft.models.family import Family, Sizes, read_sizes
 from weft.models.llama_like import llama_like
-from weft.models.spec import CheckpointLayout, LatentSpec, LayerSpec, ModelSpec
+from weft.models.moe_families import (
+    deepseek_moe,
+    dense_first,
+    expert_layers,
+    without_predictors,
+)
+from weft.models.spec import CheckpointLayout, LatentSpec, LayerSpec, ModelSpec, MoeSpec
 
 
 def _read_latent(config: ConfigReader) -> LatentSpec:
@@ -68,4 +74,82 @@ def youtu(config: ConfigReader, limit: int | None) -> ModelSpec:
     return latent_like(config, sizes, [sizes.layer()] * sizes.layers)
 
 
-LATENT_FAMILIES = (Family("youtu", "YoutuForCausalLM", "youtu", youtu),)
+def _with_experts(config: ConfigReader, limit: int | None, dense: int) -> ModelSpec:
+    """Routing and shared experts of DeepSeek-V3.
+
+    Args:
+        dense: layers before the first one with experts, where the config names no number.
+    """
+    sizes = read_sizes(config, limit)
+    moe, shared = deepseek_moe(config, "n_routed_experts", "n_shared_experts")
+    layers = expert_layers(sizes, dense_first(config, sizes, dense), shared)
+    spec = latent_like(config, sizes, layers, moe=moe)
+    return replace(spec, layout=without_predictors(config, sizes, spec.layout))
+
+
+def deepseek_v3(config: ConfigReader, limit: int | None) -> ModelSpec:
+    """DeepSeek V3, R1 and V3.1, and Kimi K2."""
+    config.assume(
+        q_lora_rank=1536,
+        n_shared_experts=1,
+        n_group=8,
+        topk_group=4,
+        num_experts_per_tok=8,
+        routed_scaling_factor=2.5,
+    )
+    config.ignore("head_dim")
+    return _with_experts(config, limit, 3)
+
+
+def glm4_moe_lite(config: ConfigReader, limit: int | None) -> ModelSpec:
+    """GLM 4.7 Flash."""
+    config.assume(
+        q_lora_rank=768,
+        qk_nope_head_dim=192,
+        v_head_dim=256,
+        rms_norm_eps=1e-5,
+        n_shared_experts=1,
+        num_experts_per_tok=4,
+        routed_scaling_factor=1.8,
+    )
+    config.ignore("head_dim", "partial_rotary_factor")
+    return _with_experts(config, limit, 1)
+
+
+def deepseek_v2(config: ConfigReader, limit: int | None) -> ModelSpec:
+    """DeepSeek V2, Coder V2 and their Lite ones: softmax, and groups by their best expert."""
+    config.assume(
+        q_lora_rank=1536, n_shared_experts=2, num_experts_per_tok=6, moe_intermediate_size=1407
+    )
+    config.ignore("head_dim", "aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp")
+    config.choice("scoring_func", "softmax", ("softmax",))
+    method = config.choice("topk_method", "greedy", ("greedy", "group_limited_greedy"))
+    if config.positive("moe_layer_freq", 1) != 1:
+        config.refuse("moe_layer_freq", config.value("moe_layer_freq"), "supported: 1")
+    if config.flag("norm_topk_prob", False):
+        config.refuse("norm_topk_prob", True, "DeepSeek V2 does not normalise shares")
+    sizes = read_sizes(config, limit)
+    groups, chosen = config.positive("n_group", 1), config.positive("topk_group", 1)
+    grouped = method == "group_limited_greedy"
+    size, count = config.positive("moe_intermediate_size"), config.count("n_shared_experts")
+    moe = MoeSpec(
+        num_experts=config.positive("n_routed_experts", 64),
+        top_k=config.positive("num_experts_per_tok"),
+        intermediate_size=size,
+        normalise=False,
+        n_group=groups if grouped else 1,
+        topk_group=chosen if grouped else 1,
+        group_best=1,
+        routed_scaling_factor=config.number("routed_scaling_factor", 1.0),
+        shared=count > 0,
+    )
+    layers = expert_layers(sizes, dense_first(config, sizes, 0), count * size)
+    return latent_like(config, sizes, layers, moe=moe)
+
+
+LATENT_FAMILIES = (
+    Family("youtu", "YoutuForCausalLM", "youtu", youtu),
+    Family("deepseek_v3", "DeepseekV3ForCausalLM", "deepseek_v3", deepseek_v3),
+    Family("deepseek_v2", "DeepseekV2ForCausalLM", "deepseek_v2", deepseek_v2),
+    Family("glm4_moe_lite", "Glm4MoeLiteForCausalLM", "glm4_moe_lite", glm4_moe_lite),
+)

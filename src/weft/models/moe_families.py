@@ -53,7 +53,7 @@ _GRANITE_NAMES = {
 }
 
 
-def _layers(
+def expert_layers(
     sizes: Sizes,
     kinds: Sequence[str],
     shared: int,
@@ -68,7 +68,7 @@ def _layers(
     return found
 
 
-def _dense_first(config: ConfigReader, sizes: Sizes, default: int) -> list[str]:
+def dense_first(config: ConfigReader, sizes: Sizes, default: int) -> list[str]:
     """Read which layers have experts: all but the first ones, or as ``mlp_layer_types`` says."""
     dense = config.count("first_k_dense_replace", default)
     plain = [DENSE if i < dense else SPARSE for i in range(sizes.layers)]
@@ -80,7 +80,7 @@ def _dense_first(config: ConfigReader, sizes: Sizes, default: int) -> list[str]:
     return list(kinds)
 
 
-def _deepseek_moe(config: ConfigReader, experts: str, shared: str) -> tuple[MoeSpec, int]:
+def deepseek_moe(config: ConfigReader, experts: str, shared: str) -> tuple[MoeSpec, int]:
     """Read the routing of DeepSeek-V3 and how wide its shared experts are together.
 
     Args:
@@ -107,7 +107,7 @@ def _deepseek_moe(config: ConfigReader, experts: str, shared: str) -> tuple[MoeS
     return moe, count * size
 
 
-def _without_predictors(config: ConfigReader, sizes: Sizes, layout: CheckpointLayout) -> Any:
+def without_predictors(config: ConfigReader, sizes: Sizes, layout: CheckpointLayout) -> Any:
     """Leave the layers behind the last one unread, which predict further tokens (MTP)."""
     extra = config.count("num_nextn_predict_layers", 0)
     numbers = "|".join(str(sizes.layers + i) for i in range(max(extra, 1)))
@@ -118,16 +118,16 @@ def glm4_moe(config: ConfigReader, limit: int | None) -> ModelSpec:
     """GLM 4.5, 4.6 and 4.7: routing of DeepSeek-V3, half of each head rotates."""
     config.assume(rms_norm_eps=1e-5, n_shared_experts=1)
     sizes = read_sizes(config, limit)
-    moe, shared = _deepseek_moe(config, "n_routed_experts", "n_shared_experts")
+    moe, shared = deepseek_moe(config, "n_routed_experts", "n_shared_experts")
     return llama_like(
         config,
         sizes,
-        _layers(sizes, _dense_first(config, sizes, 1), shared),
+        expert_layers(sizes, dense_first(config, sizes, 1), shared),
         sizes.rope_context(partial=True, partial_rotary_factor=0.5),
         moe=moe,
         qkv_bias=config.flag("attention_bias", False),
         qk_norm=config.flag("use_qk_norm", False),
-        layout=_without_predictors(config, sizes, CheckpointLayout()),
+        layout=without_predictors(config, sizes, CheckpointLayout()),
     )
 
 
@@ -136,11 +136,11 @@ def solar_open(config: ConfigReader, limit: int | None) -> ModelSpec:
     config.assume(rms_norm_eps=1e-5, head_dim=128, n_shared_experts=1, intermediate_size=1)
     config.ignore("num_nextn_predict_layers", "use_qk_norm")
     sizes = read_sizes(config, limit)
-    moe, shared = _deepseek_moe(config, "n_routed_experts", "n_shared_experts")
+    moe, shared = deepseek_moe(config, "n_routed_experts", "n_shared_experts")
     return llama_like(
         config,
         sizes,
-        _layers(sizes, _dense_first(config, sizes, 0), shared),
+        expert_layers(sizes, dense_first(config, sizes, 0), shared),
         sizes.rope_context(theta=1_000_000.0, partial=True),
         moe=moe,
         qkv_bias=config.flag("attention_bias", False),
@@ -151,7 +151,7 @@ def dots1(config: ConfigReader, limit: int | None) -> ModelSpec:
     """dots.llm1: routing of DeepSeek-V3, norms on each head of Q and K, windows in some layers."""
     config.assume(norm_topk_prob=False, sliding_window=4096)
     sizes = read_sizes(config, limit)
-    moe, shared = _deepseek_moe(config, "n_routed_experts", "n_shared_experts")
+    moe, shared = deepseek_moe(config, "n_routed_experts", "n_shared_experts")
     window, first = read_window(config), config.count("max_window_layers", 62)
     plain = [SLIDING if window is not None and i >= first else FULL for i in range(sizes.layers)]
     kinds = read_layer_types(config, sizes, plain)
@@ -160,12 +160,12 @@ def dots1(config: ConfigReader, limit: int | None) -> ModelSpec:
     return llama_like(
         config,
         sizes,
-        _layers(sizes, _dense_first(config, sizes, 0), shared, windows),
+        expert_layers(sizes, dense_first(config, sizes, 0), shared, windows),
         moe=moe,
         qk_norm=True,
         qkv_bias=bias,
         output_bias=bias,
-        layout=_without_predictors(config, sizes, CheckpointLayout()),
+        layout=without_predictors(config, sizes, CheckpointLayout()),
     )
 
 
@@ -175,7 +175,7 @@ def exaone_moe(config: ConfigReader, limit: int | None) -> ModelSpec:
     config.assume(num_shared_experts=1)
     config.ignore("num_nextn_predict_layers")
     sizes = read_sizes(config, limit)
-    moe, shared = _deepseek_moe(config, "num_experts", "num_shared_experts")
+    moe, shared = deepseek_moe(config, "num_experts", "num_shared_experts")
     window = read_window(config)
     kinds = exaone4_kinds(config, sizes, window)
     differences = [
@@ -188,7 +188,7 @@ def exaone_moe(config: ConfigReader, limit: int | None) -> ModelSpec:
     spec = llama_like(
         config,
         sizes,
-        _layers(sizes, _dense_first(config, sizes, 1), shared, differences),
+        expert_layers(sizes, dense_first(config, sizes, 1), shared, differences),
         moe=moe,
         qk_norm=True,
         layout=replace(layout, ignored=(*layout.ignored, r"(model\.)?mtp.*")),
@@ -204,20 +204,20 @@ def hy_v3(config: ConfigReader, limit: int | None) -> ModelSpec:
     config.assume(routed_scaling_factor=scale)
     config.ignore("num_nextn_predict_layers")
     sizes = read_sizes(config, limit)
-    moe, shared = _deepseek_moe(config, "num_experts", "num_shared_experts")
+    moe, shared = deepseek_moe(config, "num_experts", "num_shared_experts")
     bias = config.flag("attention_bias", False)
     if config.flag("mlp_bias", False):
         config.refuse("mlp_bias", True, "weft reads the models without")
     return llama_like(
         config,
         sizes,
-        _layers(sizes, _dense_first(config, sizes, 1), shared),
+        expert_layers(sizes, dense_first(config, sizes, 1), shared),
         sizes.rope_context(theta=11_158_840.0),
         moe=moe,
         qk_norm=True,
         qkv_bias=bias,
         output_bias=bias,
-        layout=_without_predictors(config, sizes, CheckpointLayout(renamed=_HUNYUAN_NAMES)),
+        layout=without_predictors(config, sizes, CheckpointLayout(renamed=_HUNYUAN_NAMES)),
     )
 
 
@@ -252,7 +252,7 @@ def minimax_m2(config: ConfigReader, limit: int | None) -> ModelSpec:
     return llama_like(
         config,
         sizes,
-        _layers(sizes, [SPARSE] * sizes.layers, 0),
+        expert_layers(sizes, [SPARSE] * sizes.layers, 0),
         sizes.rope_context(theta=5_000_000.0, partial=True, partial_rotary_factor=part),
         moe=moe,
         qk_norm=True,
@@ -275,7 +275,7 @@ def mixtral(config: ConfigReader, limit: int | None) -> ModelSpec:
     return llama_like(
         config,
         sizes,
-        _layers(sizes, [SPARSE] * sizes.layers, 0, windows),
+        expert_layers(sizes, [SPARSE] * sizes.layers, 0, windows),
         sizes.rope_context(theta=1_000_000.0),
         moe=moe,
         layout=CheckpointLayout(renamed=_MIXTRAL_NAMES),
@@ -309,7 +309,7 @@ def qwen2_moe(config: ConfigReader, limit: int | None) -> ModelSpec:
     return llama_like(
         config,
         sizes,
-        _layers(sizes, [SPARSE if flag else DENSE for flag in sparse], shared, windows),
+        expert_layers(sizes, [SPARSE if flag else DENSE for flag in sparse], shared, windows),
         moe=moe,
         qkv_bias=config.flag("qkv_bias", True),
         layout=CheckpointLayout(renamed=QWEN_NAMES),
@@ -353,7 +353,7 @@ def ernie4_5_moe(config: ConfigReader, limit: int | None) -> ModelSpec:
     return llama_like(
         config,
         sizes,
-        _layers(sizes, kinds, shared),
+        expert_layers(sizes, kinds, shared),
         sizes.rope_context(theta=500_000.0),
         moe=moe,
         layout=replace(layout, ignored=(*layout.ignored, r"model\.mtp.*")),
@@ -376,7 +376,7 @@ def olmoe(config: ConfigReader, limit: int | None) -> ModelSpec:
     return llama_like(
         config,
         sizes,
-        _layers(sizes, [SPARSE] * sizes.layers, 0),
+        expert_layers(sizes, [SPARSE] * sizes.layers, 0),
         moe=moe,
         qk_norm=True,
         qk_norm_whole=True,
