@@ -62,7 +62,7 @@ def latent_cases(case: Callable[..., Any], rope: Callable[..., Any]) -> dict[str
         "deepseek-v3-yarn": case(
             "DeepseekV3ForCausalLM",
             "DeepseekV3Config",
-            **deepseek | {"q_lora_rank": None, "kv_lora_rank": 48},
+            **deepseek | {"q_lora_rank": 24, "kv_lora_rank": 48},
             n_group=1,
             topk_group=1,
             first_k_dense_replace=0,

@@ -212,7 +212,7 @@ def test_what_is_not_understood_is_refused(name) -> None:
 @pytest.mark.parametrize(
     ("architecture", "mechanism"),
     [
-        ("DeepseekV3ForCausalLM", "MLA"),
+        ("Mistral4ForCausalLM", "MLA"),
         ("JambaForCausalLM", "recurrent layers"),
         ("BertModel", "encoders"),
         ("T5ForConditionalGeneration", "encoder-decoder"),

@@ -21,12 +21,15 @@ from weft.kernels.collectives import ALONE, ONE_EXCHANGE_BYTES
 from weft.kernels.cpu.matrix import gather
 from weft.kernels.process_group import Group
 from weft.models.hub import resolve_model
+from weft.models.latent_families import LATENT_FAMILIES
 from weft.models.layout import parameters, storage_of, weight_bytes
 from weft.models.shard import Shard, cut, shard_range, shard_spec
 from weft.models.spec_reader import read_spec
 
 SIZES = (2, 4)
-UNCUT = ("qwen2-window", "youtu", "youtu-one-query-matrix")  # 3 KV heads, or one row for all
+LATENT = {row.architecture for row in LATENT_FAMILIES}
+# 3 KV heads, or one row for all of them.
+UNCUT = ("qwen2-window", *(name for name in CASES if CASES[name].architecture in LATENT))
 
 
 def pretend(rank: int, size: int) -> SimpleNamespace:

@@ -51,6 +51,8 @@ def latent_like(
     """
     latent = _read_latent(config)
     bias = config.flag("attention_bias", False)
+    if bias and latent.query_rank is None:
+        config.refuse("attention_bias", True, "supported with q_lora_rank")
     scale = latent.query_dim**-0.5 * _yarn_scale(config)
     pairs = config.flag("rope_interleave", True)
     return llama_like(

@@ -227,7 +227,7 @@ def _latent(spec: ModelSpec, latent: LatentSpec) -> Iterator[Parameter]:
     projection = ("q_proj", rows) if latent.query_rank is None else ("q_a_proj", latent.query_rank)
     parts = [projection, ("kv_a_proj_with_mqa", latent.row_dim)]
     yield _turned(spec, latent, _stack("qkv", _named("weight", parts), hidden))
-    if spec.qkv_bias and latent.query_rank is not None:
+    if spec.qkv_bias:
         yield _turned(spec, latent, _stack("qkv_bias", _named("bias", parts)))
     if latent.query_rank is not None:
         yield _whole("query_norm", "self_attn.q_a_layernorm.weight", (latent.query_rank,))
