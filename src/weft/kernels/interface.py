@@ -128,7 +128,7 @@ class Linear(Protocol):
     def __call__(self, x: Array, weight: Weight, bias: Array | None, /) -> Array: ...
 
 
-class Heads(Protocol):
+class HeadProducts(Protocol):
     """See ``reference.heads``."""
 
     def __call__(self, x: Array, weights: Experts, /) -> Array: ...
@@ -358,7 +358,7 @@ class OpTable:
     act_mul: ActMul
     gate: GateHeads
     linear: Linear
-    heads: Heads
+    heads: HeadProducts
     logits: Logits
     softcap: Softcap
     embedding: Embedding

@@ -56,6 +56,10 @@ def spec_from_config(config: Mapping[str, Any], max_model_len: int | None = None
     if head == "score":
         _check_labels(reader)
     reader.finish()
+    if spec.latent is not None and spec.stored_weights is not None:
+        method = spec.stored_weights.method
+        why = "of models with latent attention floats load, which quantize int8 or int4 rounds"
+        reader.refuse("quantization_config", method, why)
     _check_experts(reader, spec)
     if head != "tokens":
         spec = without_head(spec, head)

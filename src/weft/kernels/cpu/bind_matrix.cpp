@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "bind.hpp"
+#include "heads.hpp"
 #include "matrix.hpp"
 
 namespace nb = nanobind;

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "dispatch.hpp"
+#include "heads.hpp"
 #include "layer.hpp"
 #include "phases.hpp"
 

@@ -474,25 +474,6 @@ void multiply(const Multiplication& given) {
   }
 }
 
-void multiply_heads(std::span<const Matrix* const> matrices, const Tensor& x, char* out) {
-  const Matrix& first = *matrices.front();
-  const auto heads = static_cast<int64_t>(matrices.size());
-  const int64_t size = size_of(x.type), step = first.outputs() * size;
-  const HeadProducts products{.matrices = matrices,
-                              .x = {x.as<char>(), x.stride[0] * size},
-                              .out = {out, heads * step},
-                              .x_step = x.stride[1] * size,
-                              .out_step = step,
-                              .rows = x.shape[0],
-                              .type = x.type};
-  const PanelKernels& kernels = *chosen_isa().panel;
-  const auto body = [&](int64_t item) { products.run(kernels, item); };
-  if (worth_sharing(heads * work_of(first, x.shape[0]))) {
-    return shared_pool().run(products.items(), body);
-  }
-  for (int64_t item = 0; item < products.items(); ++item) body(item);
-}
-
 void gather(const Matrix& matrix, const int64_t* outputs, int64_t count, Rows to) {
   constexpr int64_t piece = 8;
   thread_local Lines<float> memory;

@@ -3,6 +3,7 @@
 #include <array>
 
 #include "dispatch.hpp"
+#include "heads.hpp"
 #include "layer.hpp"
 #include "ops.hpp"
 #include "phases.hpp"
