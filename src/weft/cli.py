@@ -147,6 +147,7 @@ def _commands() -> dict[str, tuple[Callable[[argparse.ArgumentParser], None], st
             "--listen HOST:PORT [--key-file FILE] [settings]",
         ),
         "cache": (_cache_args, "show or remove packed weights that are kept", None),
+        "models": (_models_args, "list the models that lie on this machine already", None),
         "info": (_info_args, "show model, memory, and the kernel of each op", "[MODEL] [settings]"),
     }
 
@@ -163,6 +164,11 @@ def _generate_args(generate: argparse.ArgumentParser) -> None:
     generate.add_argument("--config", metavar="FILE", help="YAML file with the same names")
     add_settings(generate, "engine", EngineConfig)
     add_settings(generate, "sampling", SamplingParams, there=settings_of(EngineConfig))
+
+
+def _models_args(models: argparse.ArgumentParser) -> None:
+    models.set_defaults(run=_models, parser=models)
+    models.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _info_args(info: argparse.ArgumentParser) -> None:
@@ -371,6 +377,12 @@ def _chat(options: dict[str, Any]) -> int:
     settings = {name: options[name] for name in CHAT_SAMPLING if name in options}
     client = ChatClient(options["url"], options["model"], options["api_key"], settings)
     return run_chat(client, options["system"])
+
+
+def _models(options: dict[str, Any]) -> int:
+    from weft.models_command import run_models
+
+    return run_models(as_json=options["json"])
 
 
 def _cache(options: dict[str, Any]) -> int:

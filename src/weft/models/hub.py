@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.core.errors import ModelNotFoundError
-from weft.models.weight_files import SPLIT, split_files
+from weft.models.weight_files import SPLIT, is_gguf, split_files
 
 BUILTIN = "builtin"
 SUFFIX = ".gguf"
@@ -129,9 +129,9 @@ def _is_path(name: str) -> bool:
 
 
 def _existing(folder: Path, name: str) -> Path:
-    if folder.is_file() and folder.suffix != SUFFIX:
+    if folder.is_file() and not is_gguf(folder):
         raise ModelNotFoundError(
-            f"model '{name}' is a file; give the folder that holds config.json, or a .gguf file"
+            f"model '{name}' is a file; give the folder that holds config.json, or a GGUF file"
         )
     if folder.is_file():
         return split_files(folder)[0]

@@ -28,7 +28,6 @@ from weft.models.decoder import Decoder
 from weft.models.gguf import GgufFile
 from weft.models.gguf_pieces import GgufPieces
 from weft.models.host_part import HostPart
-from weft.models.hub import SUFFIX
 from weft.models.kept_weights import KeptWeights
 from weft.models.layout import is_kept_float32, parameters, stored_as
 from weft.models.parameter import Parameter, Piece, in_order
@@ -38,7 +37,7 @@ from weft.models.shard import WHOLE, Shard, cut, shard_spec
 from weft.models.spec import ModelSpec
 from weft.models.spec_reader import read_spec
 from weft.models.stages import stage_spec
-from weft.models.weight_files import weight_files
+from weft.models.weight_files import is_gguf, weight_files
 
 logger = logging.getLogger("weft")
 
@@ -460,7 +459,7 @@ def _place(piece: Piece, weight: Any) -> tuple[Any, int]:
 
 
 def _open(path: Path, files: ExitStack) -> SafetensorsFile | GgufFile:
-    return GgufFile(path) if path.suffix == SUFFIX else SafetensorsFile(path, files)
+    return GgufFile(path) if is_gguf(path) else SafetensorsFile(path, files)
 
 
 def _tensors(path: Path, file: SafetensorsFile | GgufFile) -> Iterator[StoredTensor]:

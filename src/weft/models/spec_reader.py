@@ -13,16 +13,16 @@ from weft.models.bounds import MOST_LAYER_EXPERTS
 from weft.models.config_reader import SHOWN, ConfigReader
 from weft.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, FAMILIES
 from weft.models.gguf import GgufFile
-from weft.models.hub import SUFFIX
 from weft.models.missing import missing_mechanism
 from weft.models.pooling import read_activation, with_modules, without_head
 from weft.models.quant_config import read_stored_weights
 from weft.models.spec import ModelSpec
+from weft.models.weight_files import is_gguf
 
 
 def read_spec(folder: Path, max_model_len: int | None = None) -> ModelSpec:
     """Read ``config.json`` of a model folder, or a GGUF file; see ``spec_from_config``."""
-    if folder.suffix == SUFFIX and folder.is_file():
+    if is_gguf(folder):
         file = GgufFile(folder)
         spec = spec_from_config(file.config(), max_model_len)
         return replace(spec, stored_weights=file.stored_weights())

@@ -12,7 +12,18 @@ from weft.models.bounds import MOST_INDEX_BYTES
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # of the parts of a GGUF file
+MAGIC = b"GGUF"
 LISTED = 8  # names shown in an error that concerns many files
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is a file of GGUF, by its name or, as Ollama's have none, by how it begins."""
+    if not path.is_file():
+        return False
+    if path.suffix == ".gguf":
+        return True
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
 
 
 def weight_files(folder: Path) -> list[Path]:
