@@ -1,3 +1,5 @@
+// Runs products of each head with a matrix of its own.
+
 #include "heads.hpp"
 
 #include "dispatch.hpp"
