@@ -9,6 +9,7 @@ from served import Truth, opened, serve, told
 from depth import deep_on_cpu
 from weft.core.types import SamplingParams
 from weft.models.families import FAMILIES
+from weft.models.hybrids import HYBRIDS
 
 SCORED = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, seed=0, prompt_logprobs=0)
 PROMPTS = [prompt(19, 1), prompt(7, 2)]  # in chunks, beside each other
@@ -18,7 +19,7 @@ PAIRS = [
     (family, kv)
     for family, row in FAMILIES.items()
     for kv in ("auto", "fp8", "int8")
-    if kv not in row.unsound_kv
+    if kv not in row.unsound_kv and row not in HYBRIDS  # which no GPU computes yet
 ]
 
 
