@@ -28,7 +28,7 @@ from weft.attend.frames import (
     unpack_refusal,
     unpack_results,
 )
-from weft.attend.geometry import Geometry
+from weft.attend.geometry import Geometry, LayerGeometry
 from weft.core import sealed
 from weft.core.addresses import parse_address
 from weft.core.errors import ConfigError, PlaceError, PlaceRefusedError
@@ -115,7 +115,8 @@ def attended(jobs: ClaimedJobs) -> np.ndarray:
 
 def test_a_job_comes_back_with_its_number(place):
     jobs = token(order=2**60 + 1)
-    with session(place, shape()) as transport:
+    plain = LayerGeometry(0, 0, 4, 0.25, None, None, writes=True)
+    with session(place, shape(layers=(plain,))) as transport:
         for _ in range(2):  # the slot begins another token, with the last one's result taken
             transport.send(FrameKind.JOB, *pack_jobs(jobs))
             result = unpack_results(answer(transport).body)

@@ -23,6 +23,7 @@ import weft
 from depth import searching
 from weft.api import ModelCard
 from weft.core.errors import EngineBusyError
+from weft.core.pooling import Pooling
 from weft.server.app import create_app
 from weft.server.files import PATH as FILES
 from weft.server.ollama import PATH, STORE_PATHS
@@ -113,6 +114,14 @@ TEXT = {"format": {"type": "text"}}
 TOOL = {"name": "look_up", "input_schema": FUNCTION["parameters"]}
 OLLAMA_CALL = {"function": {"name": "look_up", "arguments": {"word": "a"}}}
 OPTIONS = {"num_predict": 5, "num_ctx": 64, "stop": ["x"], "seed": -1, "repeat_last_n": -1}
+RERANKS = [
+    {"model": "builtin", "query": "a", "documents": ["b", {"text": "c"}], "top_n": 1},
+    {"model": "builtin", "query": "a", "documents": ["b"], "return_documents": False},
+]
+SCORES = [
+    {"model": "builtin", "text_1": "a", "text_2": ["b", "c"]},
+    {"model": "builtin", "text_1": ["a", "b"], "text_2": ["c", "d"], "user": "me"},
+]
 BODIES: dict[str, list[Any]] = {
     "/v1/chat/completions": CHATS,
     "/v1/completions": [
@@ -138,6 +147,8 @@ BODIES: dict[str, list[Any]] = {
         {"model": "builtin", "input": ["a", "b c"], "encoding_format": "base64", "dimensions": 8},
         {"model": "builtin", "input": [[1, 2], [3]], "user": "me"},
     ],
+    **dict.fromkeys(("/v1/rerank", "/rerank", "/v2/rerank"), RERANKS),
+    **dict.fromkeys(("/v1/score", "/score"), SCORES),
     "/v1/responses": [
         RESPONSE | {"stream": True, "max_output_tokens": 5, "temperature": 0.5, "store": False},
         {"model": "builtin", "input": "hi", "previous_response_id": None, "text": TEXT},
@@ -240,6 +251,7 @@ class App:
             sampling_defaults={},
             created=1,
             hidden_size=64,
+            pooling=Pooling(generates=True, embeds=True, scoring="similarity"),
         )
         text = Tokenizer.load(FOLDER), ChatTemplate.load(FOLDER), card
         self.app = create_app(BusyEngine(), *text, ServerOptions())

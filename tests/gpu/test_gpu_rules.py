@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from checkpoints import CASES
+from checkpoints import ATTENTIVE, CASES
 from served import DEVICE
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
@@ -169,7 +169,7 @@ def branch(body: Callable[[], Tensor]) -> SimpleNamespace:
 
 
 KINDS = [
-    *((name, torch.bfloat16, "none", None) for name in CASES),
+    *((name, torch.bfloat16, "none", None) for name in ATTENTIVE),
     ("llama-gqa", torch.float32, "none", None),
     *(("llama-gqa", torch.bfloat16, "fp8", kv) for kv in (None, "fp8", "int8")),
     ("qwen3-moe", torch.bfloat16, "fp8", "fp8"),

@@ -484,7 +484,9 @@ CASES: dict[str, Case] = (
     | moe_cases(_case, _rope, LAYERS_2_1)
     | latent_cases(_case, _rope)
 )
-CASES |= hybrid_cases(_case, _rope)
+RECURRENT = hybrid_cases(_case, _rope)
+ATTENTIVE = CASES  # those without recurrent layers
+CASES = CASES | RECURRENT
 
 
 FAMILY_CASES = {  # the first one of each family

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import (
+    ATTENTIVE,
     CASES,
     build,
     likeliest_by_reference,
@@ -42,7 +43,7 @@ from weft.models.fused import describe_layers
 from weft.models.layout import storage_of
 from weft.models.loader import load_model
 
-EXTRAS = [name for name in CASES if "moe" in name or "gemma4" in name]
+EXTRAS = [name for name in ATTENTIVE if "moe" in name or "gemma4" in name]
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,7 @@ def steps(runner: PagedRunner) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("folder", CASES, indirect=True)
+@pytest.mark.parametrize("folder", ATTENTIVE, indirect=True)
 @pytest.mark.parametrize(
     ("dtype", "quantize"),
     [

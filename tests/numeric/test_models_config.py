@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import CASES
 from hub_configs import HUB, PARAMETERS
 
 from weft.core.errors import UnsupportedModelError
@@ -226,14 +225,6 @@ def test_an_architecture_that_is_known_is_refused_with_what_it_lacks(architectur
     with pytest.raises(UnsupportedModelError, match=mechanism) as caught:
         spec_from_config({"architectures": [architecture]})
     assert architecture in caught.value.message
-
-
-def test_quantised_weights_of_latent_attention_are_refused():
-    stored = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
-    config = CASES["deepseek-v3"].config().to_dict()
-    config |= {"architectures": ["DeepseekV3ForCausalLM"], "quantization_config": stored}
-    with pytest.raises(UnsupportedModelError, match="quantize int8"):
-        spec_from_config(config)
 
 
 def test_an_unknown_architecture_is_refused_with_the_families():

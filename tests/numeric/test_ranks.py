@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from checkpoints import CASES, prompt, save, saved_once
+from checkpoints import CASES, RECURRENT, prompt, save, saved_once
 from paged import PagedRunner
 from ranks import greedy, load, on_ranks, tokens_of_processes
 from test_models_quant import FORMATS, drawn, formula, rewritten
@@ -28,8 +28,8 @@ from weft.models.spec_reader import read_spec
 
 SIZES = (2, 4)
 LATENT = {row.architecture for row in LATENT_FAMILIES}
-# 3 KV heads, or one row for all of them.
-UNCUT = ("qwen2-window", *(name for name in CASES if CASES[name].architecture in LATENT))
+# 3 KV heads, one row for all of them, or recurrent layers.
+UNCUT = ("qwen2-window", *RECURRENT, *(n for n in CASES if CASES[n].architecture in LATENT))
 
 
 def pretend(rank: int, size: int) -> SimpleNamespace:

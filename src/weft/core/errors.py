@@ -263,7 +263,8 @@ def suggest(name: str, known: Iterable[str], likeness: float = 0.5) -> str:
     for now in (RENAMED.get(word, ""), "--" + RENAMED.get(word, "").replace("_", "-")):
         if now in known:
             return f" It is called '{now}' now."
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=likeness)
+    begun = [one for one in known if len(name) > 2 and one.startswith(name)]
+    nearest = begun[:1] or difflib.get_close_matches(name, known, n=1, cutoff=likeness)
     return f" Did you mean '{nearest[0]}'?" if nearest else ""
 
 

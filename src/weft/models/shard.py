@@ -58,6 +58,8 @@ def _problem(spec: ModelSpec, size: int) -> str | None:
     """Return what prevents a split into so many parts, None if nothing does."""
     if size == 1:
         return None
+    if spec.states is not None:
+        return "its recurrent layers keep whole states"
     if spec.latent is not None:
         return "all of its heads read one cached row (MLA)"
     if spec.num_heads % size:

@@ -1,6 +1,6 @@
 """The same GGUF files by weft and by llama.cpp, turn by turn on the same cores.
 
-    python benchmarks/gguf_files.py FOLDER --out FILE.json MODEL.gguf ...
+    python benchmarks/gguf_peers.py FOLDER --out FILE.json MODEL.gguf ...
 
 FOLDER has llama.cpp's ``llama-batched-bench``, which benchmarks/peers/install.py builds. Each round
 computes a prompt and decodes behind it, one request at a time, first by one engine and then by the
@@ -86,7 +86,7 @@ def main() -> None:
     names = " ".join(model.name for model in given.models)
     flags = f"--threads {given.threads} --rounds {given.rounds} " + "--plain " * given.plain
     result = {
-        "command": f"python benchmarks/gguf_files.py FOLDER --out FILE {flags}{names}",
+        "command": f"python benchmarks/gguf_peers.py FOLDER --out FILE {flags}{names}",
         "cpu": cpu.partition(":")[2].strip(),
         "load": os.getloadavg(),
         "threads": given.threads,
