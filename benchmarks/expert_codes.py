@@ -10,14 +10,11 @@ one thread the time is that of the CPU, so that other load does not count.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import time
 from dataclasses import replace
-from pathlib import Path
 
 import report
-from experts import SPEC, random_weights, rate, step_of
+from experts import SPEC, parsed, random_weights, rates_in_turn, step_of
 from weft import __version__
 from weft.engine.machine import cpu_name
 from weft.kernels.cpu import attention as cpu
@@ -38,14 +35,7 @@ SHARED = replace(SPEC, layers=LAYERS, moe=MOE)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
-    cpu.set_threads(options.threads)
-    clock = time.process_time if options.threads == 1 else time.perf_counter
+    options = parsed(__doc__, 15, 20)
     ops = select_ops("cpu", "bfloat16", "cpu")
     weights = {kind: random_weights(ops, kind, SHARED) for kind in KINDS}
     bytes_of = {kind: weight_bytes(SHARED, "bfloat16", kind, GROUP) for kind in KINDS}
@@ -54,12 +44,7 @@ def main() -> None:
     found = []
     for rows in (1, 8, 32):
         steps = {kind: step_of(weights[kind], ops, rows, False, SHARED) for kind in KINDS}
-        for step in steps.values():
-            rate(step, rows, 3, clock)
-        rounds = [
-            {kind: rate(step, rows, options.steps, clock) for kind, step in steps.items()}
-            for _ in range(options.rounds)
-        ]
+        rounds = rates_in_turn(steps, rows, options)
         rates = {kind: statistics.median(one[kind] for one in rounds) for kind in KINDS}
         ratios = {
             kind: statistics.median(one[kind] / one["none"] for one in rounds) for kind in KINDS[1:]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -124,16 +124,34 @@ def rate(step: Callable[[], None], rows: int, steps: int, clock: Callable[[], fl
     return rows * steps / (clock() - start)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parsed(doc: str, rounds: int, steps: int) -> argparse.Namespace:
+    """The arguments, whose threads are set, with the ``clock`` that goes with them."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     cpu.set_threads(options.threads)
+    options.clock = time.process_time if options.threads == 1 else time.perf_counter
+    return options
+
+
+def rates_in_turn(
+    steps: Mapping[str, Callable[[], None]], rows: int, options: argparse.Namespace
+) -> list[dict[str, float]]:
+    """Of each round the rate of each kind of step, all of which are warm."""
+    for step in steps.values():
+        rate(step, rows, 3, options.clock)
+    return [
+        {name: rate(step, rows, options.steps, options.clock) for name, step in steps.items()}
+        for _ in range(options.rounds)
+    ]
+
+
+def main() -> None:
+    options = parsed(__doc__, 9, 40)
     torch.set_num_threads(options.threads)
-    clock = time.process_time if options.threads == 1 else time.perf_counter
     ways = tables()
     print(f"{'tok/s':<12}{'rows':>6}" + "".join(f"{way:>10}" for way in ways) + f"{'ratio':>8}")
     found = []
@@ -141,12 +159,7 @@ def main() -> None:
         weights = random_weights(ways["one call"], quantize)
         for rows in (1, 32):
             steps = {n: step_of(weights, ops, rows, n == "torch") for n, ops in ways.items()}
-            for step in steps.values():
-                rate(step, rows, 3, clock)
-            rounds = [
-                {name: rate(step, rows, options.steps, clock) for name, step in steps.items()}
-                for _ in range(options.rounds)
-            ]
+            rounds = rates_in_turn(steps, rows, options)
             rates = {name: statistics.median(one[name] for one in rounds) for name in ways}
             ratio = statistics.median(one["one call"] / one["torch"] for one in rounds)
             kind = "bfloat16" if quantize == "none" else quantize

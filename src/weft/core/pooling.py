@@ -1,4 +1,4 @@
-"""What a model gives beside text: vectors of texts, and scores of pairs of texts."""
+"""Vectors of texts, and scores of pairs of texts, which a model may give beside text."""
 
 from __future__ import annotations
 

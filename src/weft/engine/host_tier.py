@@ -36,12 +36,10 @@ def check_attends_on_host(config: EngineConfig, spec: ModelSpec, ops: OpTable) -
     if not config.attends_on_host:
         return
     kernel = ops.describe()["paged_attention"]
-    if (config.piggybacks and not spec.rows_exchangeable) or spec.latent is not None:
+    if spec.latent is not None:
+        why = "all heads of its attention read one latent row (MLA), which the host does not know"
+    elif config.piggybacks and not spec.rows_exchangeable:
         why = "its per-layer inputs belong to the step in which a token begins"
-        if spec.latent is not None:
-            why = (
-                "all heads of its attention read one latent row (MLA), which the host does not know"
-            )
     elif kernel == "triton" and config.attend:
         why = "lanes of captured steps reach no remote places yet; leave attend out"
     elif kernel == "triton" and config.tensor_parallel > 1:

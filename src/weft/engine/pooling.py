@@ -1,4 +1,4 @@
-"""What a model can be asked for, beside text: vectors, and scores of pairs."""
+"""Vectors, and scores of pairs: whether a model can be asked for them, by its checkpoint."""
 
 from __future__ import annotations
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from weft.kernels.parts import SWIGLU_ALPHA, SWIGLU_LIMIT
 from weft.models.config_reader import ConfigReader
-from weft.models.family import FULL, SLIDING, Family, read_layer_types, read_sizes, read_window
+from weft.models.family import FULL, SLIDING, Family, read_sizes, read_window, read_windows
 from weft.models.llama_like import llama_like
-from weft.models.llama_variants import no_rope
+from weft.models.llama_variants import with_no_rope
 from weft.models.spec import CheckpointLayout, GateSpec, ModelSpec, MoeSpec
 
 _AFMOE_GROUPS = ("n_group", "topk_group", "num_expert_groups", "num_limited_groups")
@@ -32,9 +31,7 @@ def afmoe(config: ConfigReader, limit: int | None) -> ModelSpec:
     sizes, window = read_sizes(config, limit), read_window(config)
     every = config.positive("global_attn_every_n_layers", 4)
     default = [SLIDING if (i + 1) % every else FULL for i in range(sizes.layers)]
-    kinds = read_layer_types(config, sizes, default)
-    if window is None and SLIDING in kinds:
-        config.refuse("layer_types", kinds, "sliding layers need sliding_window")
+    windows = read_windows(config, sizes, default, window)
     size = config.positive("moe_intermediate_size", 1408)
     shared = size * config.count("num_shared_experts", 2)
     moe = MoeSpec(
@@ -56,11 +53,9 @@ def afmoe(config: ConfigReader, limit: int | None) -> ModelSpec:
         sizes,
         [
             sizes.layer(
-                window=window if kind == SLIDING else None,
-                rope=0 if kind == SLIDING else 1,
-                **(plain if number < dense else sparse),
+                window=window, rope=0 if window else 1, **(plain if number < dense else sparse)
             )
-            for number, kind in enumerate(kinds)
+            for number, window in enumerate(windows)
         ],
         moe=moe,
         embedding_scale=sizes.hidden**0.5 if config.flag("mup_enabled", False) else 1.0,
@@ -71,7 +66,7 @@ def afmoe(config: ConfigReader, limit: int | None) -> ModelSpec:
         output_gate=GateSpec("sigmoid"),
         layout=CheckpointLayout(renamed=_AFMOE_NAMES),
     )
-    return replace(spec, ropes=(*spec.ropes, no_rope(spec.ropes[0])))
+    return with_no_rope(spec)
 
 
 def gpt_oss(config: ConfigReader, limit: int | None) -> ModelSpec:
@@ -83,9 +78,7 @@ def gpt_oss(config: ConfigReader, limit: int | None) -> ModelSpec:
             config.refuse(key, found, f"weft's kernels compute with {value}")
     sizes, window = read_sizes(config, limit), read_window(config)
     default = [FULL if i % 2 else SLIDING for i in range(sizes.layers)]
-    kinds = read_layer_types(config, sizes, default)
-    if window is None and SLIDING in kinds:
-        config.refuse("layer_types", kinds, "sliding layers need sliding_window")
+    windows = read_windows(config, sizes, default, window)
     bias = config.flag("attention_bias", True)
     moe = MoeSpec(
         num_experts=config.positive("num_local_experts", 128),
@@ -95,7 +88,6 @@ def gpt_oss(config: ConfigReader, limit: int | None) -> ModelSpec:
         router_bias=True,
         expert_bias=True,
     )
-    windows = [window if kind == SLIDING else None for kind in kinds]
     return llama_like(
         config,
         sizes,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from weft.models.config_reader import ConfigReader
@@ -13,13 +12,13 @@ from weft.models.family import (
     Family,
     Multimodal,
     Sizes,
-    read_layer_types,
     read_sizes,
     read_text_part,
     read_window,
+    read_windows,
 )
 from weft.models.llama_like import llama_like
-from weft.models.llama_variants import no_rope
+from weft.models.llama_variants import with_no_rope
 from weft.models.rope_config import RopeContext
 from weft.models.spec import CheckpointLayout, LayerSpec, ModelSpec
 
@@ -75,14 +74,12 @@ def cohere2(config: ConfigReader, limit: int | None) -> ModelSpec:
     every = config.positive("sliding_window_pattern", config.positive("layer_switch", 4))
     config.choice("order_of_interleaved_layers", "local_attn_first", ("local_attn_first",))
     default = [SLIDING if (i + 1) % every else FULL for i in range(sizes.layers)]
-    kinds = read_layer_types(config, sizes, default)
-    if window is None and SLIDING in kinds:
-        config.refuse("layer_types", kinds, "sliding layers need sliding_window")
     layers = [
-        sizes.layer(window=window) if kind == SLIDING else sizes.layer(rope=1) for kind in kinds
+        sizes.layer(window=one, rope=0 if one else 1)
+        for one in read_windows(config, sizes, default, window)
     ]
     spec = _cohere_like(config, sizes, layers)
-    return replace(spec, ropes=(*spec.ropes, no_rope(spec.ropes[0])))
+    return with_no_rope(spec)
 
 
 def cohere2_vision(config: ConfigReader, limit: int | None) -> ModelSpec:

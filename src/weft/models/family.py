@@ -202,14 +202,31 @@ def read_window(config: ConfigReader) -> int | None:
     return None if config.switched_off("sliding_window") else config.positive("sliding_window")
 
 
+def read_kinds(
+    config: ConfigReader, key: str, sizes: Sizes, default: Sequence[str], kinds: tuple[str, str]
+) -> list[str]:
+    """Read a list that says of each layer which of two kinds it is."""
+    found = config.value(key, list(default))
+    if not isinstance(found, list) or any(kind not in kinds for kind in found):
+        config.refuse(key, found, f"supported: lists of {' and '.join(kinds)}")
+    if len(found) != sizes.layers:
+        config.refuse(key, found, f"{sizes.layers} entries are needed, one a layer")
+    return list(found)
+
+
 def read_layer_types(config: ConfigReader, sizes: Sizes, default: Sequence[str]) -> list[str]:
     """Read which layers attend fully and which within the sliding window."""
-    found = config.value("layer_types", list(default))
-    if not isinstance(found, list) or any(kind not in (FULL, SLIDING) for kind in found):
-        config.refuse("layer_types", found, f"supported: lists of {FULL} and {SLIDING}")
-    if len(found) != sizes.layers:
-        config.refuse("layer_types", found, f"{sizes.layers} entries are needed, one a layer")
-    return list(found)
+    return read_kinds(config, "layer_types", sizes, default, (FULL, SLIDING))
+
+
+def read_windows(
+    config: ConfigReader, sizes: Sizes, default: Sequence[str], window: int | None
+) -> list[int | None]:
+    """Read the window of each layer, None for one that attends fully; sliding ones need one."""
+    kinds = read_layer_types(config, sizes, default)
+    if window is None and SLIDING in kinds:
+        config.refuse("layer_types", kinds, "sliding layers need sliding_window")
+    return [window if kind == SLIDING else None for kind in kinds]
 
 
 def read_layer_bases(config: ConfigReader, sizes: Sizes, default: Sequence[float]) -> list[float]:

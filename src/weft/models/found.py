@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.core.errors import WeftError
-from weft.models.hub import OTHER_PARTS, SUFFIX
+from weft.models.hub import OTHER_PARTS
 from weft.models.spec_reader import read_spec
-from weft.models.weight_files import SPLIT, weight_files
+from weft.models.weight_files import SUFFIX, is_later_part, weight_files
 
 OLLAMA_WEIGHTS = "application/vnd.ollama.image.model"  # the media type of a manifest's GGUF file
 MOST_MANIFEST_BYTES = 2**20
@@ -96,9 +96,8 @@ def _weights_of(manifest: Path) -> str | None:
 
 def _lm_studio_models(root: Path) -> Iterator[FoundModel]:
     for path in _files(root):
-        part = SPLIT.fullmatch(path.name)
-        first = part is None or int(part[2]) == 1
-        if path.suffix == SUFFIX and first and not OTHER_PARTS.search(path.name):
+        whole = path.suffix == SUFFIX and not is_later_part(path.name)
+        if whole and not OTHER_PARTS.search(path.name):
             yield FoundModel("LM Studio", path.relative_to(root).as_posix(), path)
 
 

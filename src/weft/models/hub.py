@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from weft.core.errors import ModelNotFoundError
-from weft.models.weight_files import SPLIT, is_gguf, split_files
+from weft.models.weight_files import SUFFIX, is_gguf, is_later_part, part_names, split_files
 
 BUILTIN = "builtin"
-SUFFIX = ".gguf"
 ALLOWED = ["*.json", "*.safetensors", "tokenizer*", "vocab*", "merges.txt", "*.jinja"]
 # Other formats beside the one that is read; folders with a number are sentence-transformers'.
 IGNORED = ["[!0-9]*/*", "consolidated*"]
@@ -94,7 +93,7 @@ def choose_gguf(files: Sequence[str], wanted: str | None) -> list[str] | None:
         files: their names, without other ones.
         wanted: the type, in any case, or the name of a file; None: Q4_K_M, or else the first file.
     """
-    first = sorted(file for file in files if not _is_later_part(file))
+    first = sorted(file for file in files if not is_later_part(file))
     kind = re.escape(wanted or QUANT)
     pattern = re.compile(rf"(^|[-./]){kind}([-./]|$)", re.IGNORECASE)
     found = [file for file in first if wanted in (file, Path(file).name)]
@@ -103,16 +102,7 @@ def choose_gguf(files: Sequence[str], wanted: str | None) -> list[str] | None:
         found = first
     if not found:
         return None
-    split = SPLIT.fullmatch(found[0])
-    if split is None:
-        return found[:1]
-    stem, _, count = split.groups()
-    return [f"{stem}-{number:05}-of-{count}{SUFFIX}" for number in range(1, int(count) + 1)]
-
-
-def _is_later_part(file: str) -> bool:
-    split = SPLIT.fullmatch(file)
-    return split is not None and int(split[2]) > 1
+    return part_names(found[0])
 
 
 def local_source(name: str) -> Path | None:

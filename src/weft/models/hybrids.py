@@ -13,6 +13,7 @@ from weft.models.family import (
     Multimodal,
     Reader,
     Sizes,
+    read_kinds,
     read_sizes,
     read_text_part,
 )
@@ -26,7 +27,6 @@ _UNUSED = (  # of layers that guess further tokens; and of other engines
     "mamba_ssm_dtype",
 )
 PREDICTORS = r"mtp\..*"  # layers that guess further tokens, which are not used
-OTHER_TOWER = r"(model\.)?visual\..*"
 
 
 def _delta(config: ConfigReader) -> StateSpec:
@@ -51,11 +51,7 @@ def _kinds(config: ConfigReader, sizes: Sizes) -> list[str]:
     """Read which layers attend and which are recurrent; every fourth attends if nothing is said."""
     interval = config.positive("full_attention_interval", 4)
     default = [LINEAR if (i + 1) % interval else FULL for i in range(sizes.layers)]
-    found = config.value("layer_types", default)
-    if not isinstance(found, list) or any(kind not in (FULL, LINEAR) for kind in found):
-        config.refuse("layer_types", found, f"supported: lists of {FULL} and {LINEAR}")
-    if len(found) != sizes.layers:
-        config.refuse("layer_types", found, f"{sizes.layers} entries are needed, one a layer")
+    found = read_kinds(config, "layer_types", sizes, default, (FULL, LINEAR))
     if FULL not in found:
         config.refuse("layer_types", found, "at least one layer must attend")
     return found
@@ -98,10 +94,8 @@ def qwen3_5_text_part(config: ConfigReader, limit: int | None) -> ModelSpec:
 
 
 def _text_part(read: Reader, config: ConfigReader, limit: int | None) -> ModelSpec:
-    config.ignore("vision_start_token_id", "vision_end_token_id", "language_model_only")
-    spec = read_text_part(read, config, limit)
-    layout = replace(spec.layout, ignored=(*spec.layout.ignored, OTHER_TOWER))
-    return replace(spec, layout=layout)
+    config.ignore("language_model_only")
+    return read_text_part(read, config, limit)
 
 
 def _experts(config: ConfigReader) -> tuple[MoeSpec, int]:

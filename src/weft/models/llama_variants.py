@@ -20,6 +20,7 @@ from weft.models.family import (
     read_sizes,
     read_text_part,
     read_window,
+    read_windows,
 )
 from weft.models.llama_like import llama_like, mistral
 from weft.models.rope_config import read_layer_ropes, read_rope
@@ -29,6 +30,11 @@ from weft.models.spec import CheckpointLayout, GateSpec, ModelSpec, RopeSpec
 def no_rope(rope: RopeSpec) -> RopeSpec:
     """Return a rotary embedding of the same size that rotates by nothing."""
     return RopeSpec("none", rope.theta, rope.rotary_dim)
+
+
+def with_no_rope(spec: ModelSpec) -> ModelSpec:
+    """Return a model of one rotary embedding with a second one, which rotates by nothing."""
+    return replace(spec, ropes=(*spec.ropes, no_rope(spec.ropes[0])))
 
 
 def smollm3(config: ConfigReader, limit: int | None) -> ModelSpec:
@@ -60,7 +66,7 @@ def smollm3(config: ConfigReader, limit: int | None) -> ModelSpec:
         output_bias=bias,
         mlp_bias=config.flag("mlp_bias", False),
     )
-    return replace(spec, ropes=(*spec.ropes, no_rope(spec.ropes[0])))
+    return with_no_rope(spec)
 
 
 def seed_oss(config: ConfigReader, limit: int | None) -> ModelSpec:
@@ -141,9 +147,7 @@ def granite_swa(config: ConfigReader, limit: int | None) -> ModelSpec:
     config.assume(rms_norm_eps=1e-5, tie_word_embeddings=True, sliding_window=128)
     spec, sizes, window = granite(config, limit), read_sizes(config, limit), read_window(config)
     default = [SLIDING if i % 4 else FULL for i in range(sizes.layers)]
-    kinds = read_layer_types(config, sizes, default)
-    if window is None and SLIDING in kinds:
-        config.refuse("layer_types", kinds, "sliding layers need sliding_window")
+    windows = read_windows(config, sizes, default, window)
     rope = spec.ropes[0]
     bases = read_layer_bases(config, sizes, [rope.theta] * sizes.layers)
     ropes = {base: replace(rope, theta=base) if base else no_rope(rope) for base in bases}
@@ -151,10 +155,8 @@ def granite_swa(config: ConfigReader, limit: int | None) -> ModelSpec:
         spec,
         ropes=tuple(ropes.values()),
         layers=tuple(
-            sizes.layer(
-                window=window if kind == SLIDING else None, rope=list(ropes).index(base), sinks=True
-            )
-            for kind, base in zip(kinds, bases, strict=True)
+            sizes.layer(window=window, rope=list(ropes).index(base), sinks=True)
+            for window, base in zip(windows, bases, strict=True)
         ),
     )
 
@@ -232,7 +234,7 @@ def exaone4(config: ConfigReader, limit: int | None) -> ModelSpec:
         for kind in kinds
     ]
     spec = llama_like(config, sizes, layers, pre_norms=False, post_norms=True, qk_norm=True)
-    return spec if window is None else replace(spec, ropes=(*spec.ropes, no_rope(spec.ropes[0])))
+    return spec if window is None else with_no_rope(spec)
 
 
 def glm(config: ConfigReader, limit: int | None) -> ModelSpec:

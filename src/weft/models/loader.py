@@ -433,11 +433,9 @@ class Checkpoint:
 
     def _taken(self, piece: Piece) -> NDArray[Any]:
         """Return what is taken of a tensor: a view of the mapped file where its rows stay."""
-        if piece.pairs is not None:
-            return in_order(piece, self._read(self._full_name(piece)))[piece.part]
-        if piece.transposed:
-            return self._read(self._full_name(piece)).swapaxes(-1, -2)[piece.part]
-        return self._read(self._full_name(piece), piece.part)
+        if piece.pairs is None and not piece.transposed:
+            return self._read(self._full_name(piece), piece.part)
+        return in_order(piece, self._read(self._full_name(piece)))[piece.part]
 
     def _read(self, name: str, part: tuple[slice, ...] = ()) -> NDArray[Any]:
         """Return a tensor, or a part of it: a view of the mapped file, or decoded of GGUF."""

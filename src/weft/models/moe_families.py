@@ -16,12 +16,13 @@ from weft.models.family import (
     SLIDING,
     Family,
     Sizes,
+    read_kinds,
     read_layer_types,
     read_sizes,
     read_window,
 )
 from weft.models.llama_like import llama_like
-from weft.models.llama_variants import exaone4_kinds, granite, no_rope
+from weft.models.llama_variants import exaone4_kinds, granite, with_no_rope
 from weft.models.spec import CheckpointLayout, LayerSpec, ModelSpec, MoeSpec
 
 DENSE, SPARSE = "dense", "sparse"
@@ -72,12 +73,7 @@ def dense_first(config: ConfigReader, sizes: Sizes, default: int) -> list[str]:
     """Read which layers have experts: all but the first ones, or as ``mlp_layer_types`` says."""
     dense = config.count("first_k_dense_replace", default)
     plain = [DENSE if i < dense else SPARSE for i in range(sizes.layers)]
-    kinds = config.value("mlp_layer_types", plain)
-    if not isinstance(kinds, list) or any(kind not in (DENSE, SPARSE) for kind in kinds):
-        config.refuse("mlp_layer_types", kinds, f"supported: lists of {DENSE} and {SPARSE}")
-    if len(kinds) != sizes.layers:
-        config.refuse("mlp_layer_types", kinds, f"{sizes.layers} entries are needed, one a layer")
-    return list(kinds)
+    return read_kinds(config, "mlp_layer_types", sizes, plain, (DENSE, SPARSE))
 
 
 def deepseek_moe(config: ConfigReader, experts: str, shared: str) -> tuple[MoeSpec, int]:
@@ -193,7 +189,7 @@ def exaone_moe(config: ConfigReader, limit: int | None) -> ModelSpec:
         qk_norm=True,
         layout=replace(layout, ignored=(*layout.ignored, r"(model\.)?mtp.*")),
     )
-    return spec if window is None else replace(spec, ropes=(*spec.ropes, no_rope(spec.ropes[0])))
+    return spec if window is None else with_no_rope(spec)
 
 
 def hy_v3(config: ConfigReader, limit: int | None) -> ModelSpec:

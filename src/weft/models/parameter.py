@@ -59,7 +59,7 @@ def order_by_halves(piece: Piece) -> NDArray[np.int64]:
 
 def in_order(piece: Piece, stored: NDArray[Any]) -> NDArray[Any]:
     """Return a tensor, or experts of it, as a piece has it: of its shape and in its order."""
-    found = np.ascontiguousarray(stored.swapaxes(-1, -2)) if piece.transposed else stored
+    found = stored.swapaxes(-1, -2) if piece.transposed else stored
     return found if piece.pairs is None else found.take(order_by_halves(piece), piece.axis)
 
 

@@ -11,7 +11,8 @@ from weft.models.bounds import MOST_INDEX_BYTES
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # of the parts of a GGUF file
+SUFFIX = ".gguf"
+_SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # of the parts of a GGUF file
 MAGIC = b"GGUF"
 LISTED = 8  # names shown in an error that concerns many files
 
@@ -20,7 +21,7 @@ def is_gguf(path: Path) -> bool:
     """Whether a path is a file of GGUF, by its name or, as Ollama's have none, by how it begins."""
     if not path.is_file():
         return False
-    if path.suffix == ".gguf":
+    if path.suffix == SUFFIX:
         return True
     with path.open("rb") as file:
         return file.read(len(MAGIC)) == MAGIC
@@ -49,21 +50,32 @@ def weight_files(folder: Path) -> list[Path]:
     )
 
 
+def part_names(file: str) -> list[str]:
+    """Return the names of all parts of a GGUF file, the first one first, by the name of one."""
+    found = _SPLIT.fullmatch(file)
+    if found is None:
+        return [file]
+    stem, _, count = found.groups()
+    return [f"{stem}-{number:05}-of-{count}{SUFFIX}" for number in range(1, int(count) + 1)]
+
+
+def is_later_part(file: str) -> bool:
+    """Whether a file, by its name, is a part of a GGUF file behind the first one."""
+    found = _SPLIT.fullmatch(file)
+    return found is not None and int(found[2]) > 1
+
+
 def split_files(path: Path) -> list[Path]:
     """Return the parts of a GGUF file that is split, the first one with the metadata first.
 
     Raises:
         CheckpointError: a part is not there.
     """
-    found = SPLIT.fullmatch(path.name)
-    if found is None:
-        return [path]
-    stem, _, count = found.groups()
-    names = [f"{stem}-{number:05}-of-{count}.gguf" for number in range(1, int(count) + 1)]
+    names = part_names(path.name)
     missing = [name for name in names if not (path.parent / name).is_file()]
-    if missing:
+    if missing and len(names) > 1:
         raise CheckpointError(
-            f"{path} is one of {int(count)} parts, of which are not there: "
+            f"{path} is one of {len(names)} parts, of which are not there: "
             f"{', '.join(missing[:LISTED])}; fetch them again"
         )
     return [path.parent / name for name in names]

@@ -51,7 +51,7 @@ void write_token(const Kernels& kernels, const Attention& call, int64_t token) {
     }
   };
   write(*call.k, call.k_cache);
-  write(*call.v, call.v_cache);
+  if (call.v_cache.data != call.k_cache.data) write(*call.v, call.v_cache);  // or one is both
 }
 
 void write_kv(const Kernels& kernels, const Attention& call) {
