@@ -21,8 +21,6 @@ MOST_TOKENS, MOST_CHOICES = 2**24, 2**10  # of an output that count, and of a re
 SAMPLED_BYTES = 2**18  # of a longer file, from all over it
 PIECES = 64  # that the sample consists of
 LONGEST_READ = 4 * 2**20  # of a longer line only so much is read
-
-
 POOLED = ("/embeddings", "/rerank", "/score")  # urls of vectors and scores end so
 
 

@@ -91,7 +91,7 @@ class Roofline:
 
         active = shape.layers * shape.active_layer_parameters
         self._dense_token_s = 2 * active / flops
-        always = shape.attention_parameters + shape.shared_parameters
+        always = shape.dense_parameters
         always += 0 if shape.experts else shape.expert_parameters
         self._dense_read_s = shape.layers * always * size / bandwidth
         self._expert_read_s = (

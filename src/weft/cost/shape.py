@@ -73,16 +73,19 @@ class ModelShape:
         return 3 * self.hidden * self.shared
 
     @property
+    def dense_parameters(self) -> int:
+        """Weights of one layer that multiply every token: all but those of experts, or the MLP."""
+        return self.attention_parameters + self.shared_parameters
+
+    @property
     def layer_parameters(self) -> int:
         """Weights of one layer; norms and biases, far below 0.1 %, are left out."""
-        always = self.attention_parameters + self.shared_parameters
-        return always + max(1, self.experts) * self.expert_parameters
+        return self.dense_parameters + max(1, self.experts) * self.expert_parameters
 
     @property
     def active_layer_parameters(self) -> int:
         """Weights of one layer that multiply a token."""
-        always = self.attention_parameters + self.shared_parameters
-        return always + max(1, self.experts_per_token) * self.expert_parameters
+        return self.dense_parameters + max(1, self.experts_per_token) * self.expert_parameters
 
     @property
     def head_parameters(self) -> int:

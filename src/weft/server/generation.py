@@ -20,7 +20,7 @@ from weft.server.accounts import Bill
 from weft.server.body import read_body
 from weft.server.errors import json_response, log_failure
 from weft.server.exchange import BARE_SEND
-from weft.server.service import INLINE_BYTES, DisconnectedError, OpenJob, Service
+from weft.server.service import DisconnectedError, OpenJob, Service
 
 STREAM_HEADERS = {
     "cache-control": "no-cache",
@@ -43,7 +43,7 @@ def _route(service: Service, row: Endpoint) -> Route:
             data = await read_body(request, service.options)
             notes = service.notes()
             asked = await service.prepare(
-                max(len(data), INLINE_BYTES + 1) if row.repeats else len(data),
+                None if row.repeats else len(data),
                 lambda: row.read(data, service.own_builder(), service.texts, notes),
                 renders=row.renders,
             )

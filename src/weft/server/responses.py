@@ -25,7 +25,7 @@ from weft.server.errors import json_response
 from weft.server.exchange import current_owner
 from weft.server.generation import STREAM_HEADERS, Generation
 from weft.server.response_store import ResponseStore, Stored
-from weft.server.service import INLINE_BYTES, Service
+from weft.server.service import Service
 
 PATH = "/v1/responses"
 MOST_ITEMS = 100  # of a page
@@ -102,7 +102,7 @@ class _ResponseHandlers:
         if body.previous_response_id is not None:
             before = await self._store.conversation(current_owner(), body.previous_response_id)
         job = await service.prepare(
-            INLINE_BYTES + 1 if before else len(data),
+            None if before else len(data),
             lambda: response_job(body, before + items, service.own_builder(), notes),
         )
         return _AskedResponse(data, body, items, job)

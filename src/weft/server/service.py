@@ -159,7 +159,7 @@ class Service:
             self._answering -= 1
 
     async def prepare(
-        self, num_bytes: int, build: Callable[[], Prepared], *, renders: bool = True
+        self, num_bytes: int | None, build: Callable[[], Prepared], *, renders: bool = True
     ) -> Prepared:
         """Have ``build`` turn a body of so many bytes into a job; see `compute`.
 
@@ -184,17 +184,18 @@ class Service:
         return await self.compute(num_bytes, work, renders=renders)
 
     async def compute(
-        self, num_bytes: int, work: Callable[[], Result], *, renders: bool = False
+        self, num_bytes: int | None, work: Callable[[], Result], *, renders: bool = False
     ) -> Result:
         """Call ``work``, which handles so many bytes, beside the event loop if they are many.
 
         Also where requests bring templates of their own, which may take a second.
 
         Args:
+            num_bytes: None: the work may be long, whatever the length of the body.
             renders: it may ask the renderer of chat templates, for which nothing else must wait.
                 Short chats take turns there on a thread of their own, not behind long texts.
         """
-        if num_bytes > INLINE_BYTES or self.options.request_chat_template:
+        if num_bytes is None or num_bytes > INLINE_BYTES or self.options.request_chat_template:
             return await self._aside(work)
         return await self._aside(work, self._chats) if renders else work()
 

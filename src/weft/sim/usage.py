@@ -56,8 +56,7 @@ class Machine:
         if shape.experts:
             miss = 1 - shape.experts_per_token / shape.experts
             experts = shape.experts * (1 - miss**tokens)
-        always = shape.attention_parameters + shape.shared_parameters
-        layers = shape.layers * (always + experts * shape.expert_parameters)
+        layers = shape.layers * (shape.dense_parameters + experts * shape.expert_parameters)
         passes = np.maximum(log.column("sub_batches"), 1)
         return passes * layers + (log.column("sampled") > 0) * shape.head_parameters
 

@@ -59,11 +59,16 @@ class TurnParser(Protocol):
 
 
 class Stepwise:
-    """Text that is read by one step after the other, however it is cut into pieces."""
+    """Text that is read by one step after the other, however it is cut into pieces.
 
-    def __init__(self, start: Step) -> None:
+    Args:
+        forced: the turn is calls and nothing else, so that no other text of it is shown.
+    """
+
+    def __init__(self, start: Step, *, forced: bool = False) -> None:
         self._buffer = ""
         self._step = start
+        self._forced = forced
 
     def push(self, text: str) -> list[Event]:
         """Append text; return what is certain now."""
@@ -72,7 +77,12 @@ class Stepwise:
             self._buffer += text[at : at + PIECE_CHARS]
             while self._buffer and self._step(events):
                 pass
-        return events
+        return self._shown(events)
+
+    def _shown(self, events: list[Event]) -> list[Event]:
+        if not self._forced:
+            return events
+        return [event for event in events if not isinstance(event, Content)]
 
     def _skip_space(self, then: Step) -> bool:
         """Drop white space, however much comes, before a step."""
@@ -108,13 +118,8 @@ class AssistantParser(Stepwise):
         self._open, self._close = reasoning or ("", "")
         self._calls = calls
         self._thought = thought
-        self._forced = forced
         start = self._after_open if opened else self._before
-        super().__init__(self._outside if reasoning is None else start)
-
-    def push(self, text: str) -> list[Event]:
-        """Append text; return what is certain now."""
-        return self._shown(super().push(text))
+        super().__init__(self._outside if reasoning is None else start, forced=forced)
 
     def flush(self, *, cut: bool = False) -> list[Event]:
         """Return the rest when the turn has ended, or was ``cut`` before its end."""
@@ -127,11 +132,6 @@ class AssistantParser(Stepwise):
         elif self._step == self._before:
             events += self._calls.push(self._buffer)
         return self._shown(events + self._calls.flush(cut=cut))
-
-    def _shown(self, events: list[Event]) -> list[Event]:
-        if not self._forced:
-            return events
-        return [event for event in events if not isinstance(event, Content)]
 
     def _before(self, _: list[Event]) -> bool:
         text = self._buffer.lstrip().removeprefix(MARK)

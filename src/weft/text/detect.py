@@ -10,7 +10,6 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from weft.core.errors import RendererDeadError, WeftError
@@ -104,11 +103,16 @@ def _declared_reasoning(declared: Mapping[str, Any] | None) -> ReasoningForm | N
     for name in ("thinking", "reasoning_content", "reasoning"):
         field = fields.get(name)
         if isinstance(field, dict):
-            start, end = field.get("open"), field.get("close")
-            start, end = (s[0] if isinstance(s, list) and s else s for s in (start, end))
+            start, end = _around(field)
             if isinstance(start, str) and isinstance(end, str) and start.strip() and end.strip():
                 return _known_reasoning(start, end)
     return None
+
+
+def _around(field: Mapping[str, Any], no_close: str | None = None) -> Iterator[Any]:
+    """What opens a field and what closes it; the first, where there are several."""
+    both = (field.get("open"), field.get("close", no_close))
+    return (text[0] if isinstance(text, list) and text else text for text in both)
 
 
 def _known_reasoning(start: str, end: str) -> ReasoningForm:
@@ -123,9 +127,7 @@ def _declared_calls(declared: Mapping[str, Any] | None) -> CallForm | None:
     field = _fields(declared).get("tool_calls")
     if not isinstance(field, dict):
         return None
-    start, end = field.get("open"), field.get("close", "")
-    start = start[0] if isinstance(start, list) and start else start
-    end = end[0] if isinstance(end, list) and end else end
+    start, end = _around(field, "")
     if not isinstance(start, str) or not isinstance(end, str) or not start.strip():
         pattern = field.get("open_pattern")
         return _by_marker(pattern, field) if isinstance(pattern, str) else None
@@ -378,7 +380,7 @@ def _common_start(one: str, other: str) -> str:
 
 def _common_end(one: str, other: str) -> str:
     pairs = zip(reversed(one), reversed(other), strict=False)
-    count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    count = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
     return one[len(one) - count :]
 
 

@@ -24,6 +24,7 @@ Body = Literal["object", "json", "tagged", "python", "bare", "harmony"]
 Ids = Literal["call", "mistral", "written"]
 
 _BAR, _LOW = "\uff5c", "\u2581"  # of DeepSeek's tokens: a wide bar, and a low line for a space
+_PLAIN = ("hints", "keys", "body", "ids")  # fields of a form that are no markup
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class CallForm:
         """All markup of the form and of its ``others``."""
         for form in (self, *self.others):
             for field in fields(form):
-                if field.name not in ("others", "hints", "keys", "body", "ids"):
+                if field.name not in ("others", *_PLAIN):
                     value = getattr(form, field.name)
                     if isinstance(value, str):
                         yield value
@@ -84,7 +85,7 @@ class CallForm:
         changed: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name in ("hints", "keys", "body", "ids"):
+            if field.name in _PLAIN:
                 continue
             if field.name == "others":
                 changed["others"] = tuple(other.rewritten(change) for other in value)

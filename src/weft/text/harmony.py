@@ -44,19 +44,15 @@ class HarmonyParser(Stepwise):
         thinks: bool = True,
         forced: bool = False,
     ) -> None:
-        super().__init__(self._between)
+        super().__init__(self._between, forced=forced)
         self._form, self._tokens = form, tokens
-        self._thinks, self._forced = thinks, forced
+        self._thinks = thinks
         self._header = ""
         self._kind: type[Content] | type[Reasoning] = Content
         self._name = ""  # of the function that the message is for
         self._fresh = True  # nothing of the message has been given out
         self._count = 0
         self._said: set[type] = set()
-
-    def push(self, text: str) -> list[Event]:
-        """Append text; return what is certain now."""
-        return self._shown(super().push(text))
 
     def flush(self, *, cut: bool = False) -> list[Event]:
         """Return the rest when the turn has ended, or was ``cut`` before its end."""
@@ -71,11 +67,6 @@ class HarmonyParser(Stepwise):
         self._header = ""
         self._step = self._between
         return self._shown(events)
-
-    def _shown(self, events: list[Event]) -> list[Event]:
-        if not self._forced:
-            return events
-        return [event for event in events if not isinstance(event, Content)]
 
     def _find(self, tags: tuple[str, ...]) -> tuple[int, str]:
         """The first of some markers in the buffer and where it is; else where sure text ends."""
