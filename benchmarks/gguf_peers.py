@@ -22,6 +22,8 @@ import numpy as np
 
 from weft import LLM, SamplingParams
 from weft.core.results import write_json
+from weft.core.topology import this_machine
+from weft.engine.machine import cpu_name
 from weft.kernels.cpu import attention
 
 PROMPT, OUTPUT = 512, 64  # tokens
@@ -80,14 +82,11 @@ def main() -> None:
             row[name] = {"weft": own, "llama.cpp": other, "ratio": own / other}
             row[name]["rounds"] = [one[0][at] / one[1][at] for one in rounds]
         print(model.stem, json.dumps(row), flush=True)
-    cpu = next(
-        line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    )
     names = " ".join(model.name for model in given.models)
     flags = f"--threads {given.threads} --rounds {given.rounds} " + "--plain " * given.plain
     result = {
         "command": f"python benchmarks/gguf_peers.py FOLDER --out FILE {flags}{names}",
-        "cpu": cpu.partition(":")[2].strip(),
+        "machine": f"{cpu_name()}, {this_machine().describe()}",
         "load": os.getloadavg(),
         "threads": given.threads,
         "plain": given.plain,

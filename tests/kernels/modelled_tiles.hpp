@@ -118,6 +118,15 @@ struct ModelledTiles {
   // TDPBSUD: signed bytes on the left, unsigned ones on the right.
   template <int c, int a, int b>
   static void add_bytes() {
+    add_products<uint8_t, c, a, b>();
+  }
+  // TDPBSSD: signed bytes on both sides.
+  template <int c, int a, int b>
+  static void add_signed_bytes() {
+    add_products<int8_t, c, a, b>();
+  }
+  template <typename Weight, int c, int a, int b>
+  static void add_products() {
     check_product<c, a, b>();
     ModelledTile& sums = tiles[c];
     for (int m = 0; m < sums.rows; ++m) {
@@ -126,7 +135,7 @@ struct ModelledTiles {
           auto sum = sums.at<uint32_t>(m, n);
           for (int i = 0; i < 4; ++i) {
             sum += static_cast<uint32_t>(int32_t{tiles[a].at<int8_t>(m, 4 * k + i)} *
-                                         int32_t{tiles[b].at<uint8_t>(k, 4 * n + i)});
+                                         int32_t{tiles[b].at<Weight>(k, 4 * n + i)});
           }
           sums.put(m, n, sum);
         }

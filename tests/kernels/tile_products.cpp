@@ -129,6 +129,50 @@ void check_integers(MultiplyIntegers multiply, int64_t depth, int bits, int64_t 
   }
 }
 
+// Products with nested scales: the same bits as the baseline's, which tests in Python compare with
+// the definition.
+void check_nests(MultiplyIntegers multiply, int bits, int64_t group, bool minimums,
+                 CodeTable table) {
+  constexpr int64_t depth = 2 * quant_nest;
+  QuantWeight weight{.depth = depth, .group = group, .bits = bits, .scale_type = DType::f16,
+                     .minimums = minimums, .nested = true, .table = table};
+  const int64_t groups = weight.groups();
+  std::vector<uint8_t> blocks(2 * weight.panel_bytes());
+  weight.blocks = blocks.data();
+  for (int64_t column = 0; column < quant_columns; ++column) {
+    std::vector<uint8_t> values(depth);
+    std::vector<uint16_t> scales(2), lows(2);
+    std::vector<int8_t> steps(groups), low_steps(groups);
+    for (auto& v : values) v = column % 7 == 0 ? (1 << bits) - 1 : draw() & ((1 << bits) - 1);
+    for (auto& s : scales) s = 0x2000 + (draw() & 0xfff);
+    for (auto& s : lows) s = 0x2000 + (draw() & 0xfff);
+    for (auto& s : steps) s = static_cast<int8_t>(column % 5 == 0 ? -128 : draw() & 255);
+    for (auto& s : low_steps) s = static_cast<int8_t>(draw() & 255);
+    weight.write_column(1, column, {values.data(), scales.data(), nullptr,
+                                    minimums ? lows.data() : nullptr, steps.data(),
+                                    minimums ? low_steps.data() : nullptr});
+  }
+  std::vector<char> memory(QuantRows::bytes(weight, most_rows));
+  const QuantRows rows = QuantRows::at(memory.data(), weight, most_rows);
+  std::normal_distribution<float> normal;
+  for (int64_t row = 0; row < most_rows; ++row) {
+    std::vector<float> x(depth);
+    for (int64_t k = 0; k < depth; ++k) x[k] = row % 5 == 0 ? (k % 3 ? -2.0f : 2.0f) : normal(draw);
+    quant_kernels_baseline.round_row(weight, reinterpret_cast<const char*>(x.data()), DType::f32, row,
+                                     rows);
+  }
+  std::vector<float> expected(most_rows * quant_columns);
+  quant_kernels_baseline.multiply(weight, 1, rows, 0, most_rows, expected.data(), quant_columns);
+  for (int64_t count = 1; count <= most_rows; ++count) {
+    const int64_t first = count % 2 == 0 ? 0 : most_rows - count;
+    std::vector<float> found(count * quant_columns, 7.0f);
+    multiply(weight, 1, rows, first, count, found.data(), quant_columns);
+    if (std::memcmp(found.data(), expected.data() + first * quant_columns, 4 * found.size()) != 0) {
+      fail(std::to_string(bits) + " bits of nests, " + std::to_string(count) + " rows differ");
+    }
+  }
+}
+
 void integers(MultiplyIntegers multiply) {
   for (const int bits : {4, 8}) {
     for (const int64_t group : {16, 32, 48, 80, 112, 128, 208, 256}) {
@@ -137,6 +181,12 @@ void integers(MultiplyIntegers multiply) {
     check_integers(multiply, 128, bits, 128, false, true);
     check_integers(multiply, 131, bits, 128, true, true);
   }
+  for (const bool minimums : {false, true}) {
+    for (const int64_t group : {16, 32, 256}) check_nests(multiply, 4, group, minimums, CodeTable::none);
+    check_nests(multiply, 5, 32, minimums, CodeTable::none);
+    check_nests(multiply, 6, 16, minimums, CodeTable::none);
+  }
+  check_nests(multiply, 4, 32, false, CodeTable::nonlinear);
 }
 
 // ---- pairs of bfloat16 ----

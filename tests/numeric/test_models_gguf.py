@@ -286,9 +286,36 @@ CODED = [
 ]
 
 
+def round_inputs(model: Any, decoder: Any) -> None:
+    """Have a reference round what its matrices multiply, as kernels do before codes."""
+
+    def rounding(matrix: Any) -> Callable[..., Any]:
+        form = matrix.form
+        span = 256 if form.nested else form.group
+
+        def rounded(_: Any, inputs: tuple[Any]) -> Any:
+            groups = inputs[0].unflatten(-1, (-1, span))
+            step = groups.abs().amax(-1, keepdim=True) / 127.0
+            return (torch.where(step > 0, (groups / step).round() * step, 0.0).flatten(-2),)
+
+        return rounded
+
+    for layer, own in zip(model.model.layers, decoder.layers, strict=True):
+        mixer, mlp = layer.self_attn, layer.mlp
+        for names, matrix in (
+            ((mixer.q_proj, mixer.k_proj, mixer.v_proj), own.qkv),
+            ((mixer.o_proj,), own.output),
+            ((mlp.gate_proj, mlp.up_proj), own.gate_up),
+            ((mlp.down_proj,), own.down),
+        ):
+            for linear in names:
+                linear.register_forward_pre_hook(rounding(matrix))
+    model.lm_head.register_forward_pre_hook(rounding(decoder.lm_head))
+
+
 @pytest.mark.parametrize(("kind", "format_"), CODED)
 def test_kernels_read_codes_as_they_are(tmp_path, kind, format_) -> None:
-    """Weights are those of the file to the bit; products round activations to 8 bits."""
+    """Weights are those of the file to the bit; so are inputs once they are rounded to 8 bits."""
     model, path = build("llama"), tmp_path / "model.gguf"
     write(model, "llama", path, kind)
     decoder = load(path, kernels="cpu")
@@ -302,9 +329,11 @@ def test_kernels_read_codes_as_they_are(tmp_path, kind, format_) -> None:
     down = state["model.layers.0.mlp.down_proj.weight"]
     assert torch.equal(gather(layer.down, torch.arange(len(down))), down)
     tokens = prompt(100)
+    round_inputs(model, decoder)
     logits = reference_logits(model, tokens)
     found = PagedRunner(decoder).step([("a", tokens)])[0]
-    assert (found - logits).norm() / logits.norm() < 0.12
+    # A number between two codes may be rounded to either by sums in another order.
+    assert (found - logits).norm() / logits.norm() < 0.03
     kept = [getattr(one, name).nbytes for one in decoder.layers for name in JOINED]
     expected_bytes = weight_bytes(
         read_spec(path), "float32", wanted=lambda name: name.rpartition(".")[2] in JOINED

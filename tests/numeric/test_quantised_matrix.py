@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,29 +97,46 @@ def truth_of(x: Tensor, weight: Quantized) -> Tensor:
     values = weight.values
     if weight.table is not None:
         values = np.array(TABLE[weight.table], np.uint8)[values]
-    codes = to_torch(values).long() - weight.centre
-    scales = to_torch(np.asarray(weight._fine(weight.scales, weight.steps), np.float32))
-    minimums = None
+    codes = to_torch(values).double() - weight.centre
+    scales = to_torch(np.asarray(weight.scales, np.float32))
+    lows, minimums = torch.zeros_like(codes), torch.zeros_like(scales)
     if weight.minimums is not None:
-        fine = weight._fine(weight.minimums, weight.minimum_steps)
-        minimums = to_torch(np.asarray(fine, np.float32))
+        minimums = to_torch(np.asarray(weight.minimums, np.float32))
+        lows = lows + 1
+    if weight.steps is not None:
+        codes = codes * fine(weight.steps, weight.group)
+    if weight.minimum_steps is not None:
+        lows = lows * fine(weight.minimum_steps, weight.group)
+    span = NEST if weight.steps is not None else weight.group
     sums = torch.zeros(len(x), weight.shape[0])
-    for number, start in enumerate(range(0, weight.shape[1], weight.group)):
-        part = x[:, start : start + weight.group].float()
+    for number, start in enumerate(range(0, weight.shape[1], span)):
+        part, here = x[:, start : start + span].float(), slice(start, start + span)
         most = part.abs().amax(1, keepdim=True).clamp(min=1e-20)
-        rounded = (part * (torch.tensor(127.0) / most)).round().nan_to_num(0.0)
-        dots = rounded.double() @ codes[:, start : start + weight.group].double().T
-        more = dots.float() * (scales[:, number] * (most / 127.0))
-        if minimums is not None:
-            total = rounded.sum(1, keepdim=True) * (most / 127.0)
-            more = more - minimums[:, number] * total
+        rounded = (part * (torch.tensor(127.0) / most)).round().nan_to_num(0.0).double()
+        factor = most / 127.0
+        more = (rounded @ codes[:, here].T).float() * (scales[:, number] * factor)
+        low = (rounded @ lows[:, here].T).float()
+        if weight.steps is not None:
+            more = more - low * (minimums[:, number] * factor)
+        else:
+            more = more - minimums[:, number] * (low * factor)
         sums = sums + more
     return sums
 
 
+def fine(steps: Any, group: int) -> Tensor:
+    """The steps of groups, [N, G], for each of their inputs."""
+    return to_torch(steps).double().repeat_interleave(group, 1)
+
+
 def test_forms_that_cannot_be_packed_are_refused() -> None:
-    for kind in (Storage(5, 48), Storage(4, 96, "float16", nested=True)):
-        with pytest.raises(ValueError, match=r"groups of multiples of 32|groups that divide 256"):
+    nested = Storage(4, 32, "float16", nested=True)
+    for kind, why in (
+        (Storage(5, 48), "groups of multiples of 32"),
+        (replace(nested, group=96), "groups that divide 256"),
+        (nested, "of 256 inputs each"),
+    ):
+        with pytest.raises(ValueError, match=why):
             CpuMatrix.quantised((64, 192), "float32", kind)
     both = Storage(4, 32, zeros=True, minimums=True)
     with pytest.raises(ValueError, match="zeros, minimums"):

@@ -37,7 +37,7 @@ void multiply_tiles(const PairTiles& p, const RowTiles& rows, int64_t tile, int6
     sums[r] = p.sums + start * p.sum_columns + column;
   });
   clear_sums<Tiles, R, C>();
-  add_steps<Tiles, true, R, C>(steps, [] {});
+  add_steps<Tiles, Terms::pairs, R, C>(steps, [] {});
   store_sums<Tiles, R, C>(sums, p.sum_columns);
 }
 
@@ -146,7 +146,7 @@ void score_keys_of(const Split& split, const char* const* keys, int64_t stride,
     to[r] = sums + r * tile_rows * tile_columns;
   });
   clear_sums<Tiles, R, 1>();
-  add_steps<Tiles, true, R, 1>(product, [&] { split.ahead.lines(R * tile_rows); });
+  add_steps<Tiles, Terms::pairs, R, 1>(product, [&] { split.ahead.lines(R * tile_rows); });
   store_sums<Tiles, R, 1>(to, tile_columns);
   turn_scores(sums, R * tile_rows, count, scores);
 }

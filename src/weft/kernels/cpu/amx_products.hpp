@@ -1,15 +1,11 @@
 // Products by tiles (AMX).
 #pragma once
 
-#include "amx_tiles.hpp"
+#include "amx_nests.hpp"
 #include "panel.hpp"
-#include "quant_dot.hpp"
-#include "quant_scale.hpp"
 
 namespace weft {
 namespace {
-
-constexpr int64_t step_bytes = 4 * panel_columns;  // four bytes or one pair a column
 
 // ---- integers ----
 
@@ -20,8 +16,9 @@ inline int64_t step_inputs(int64_t group) {
   return 4 * quarters;
 }
 
-// Codes as bytes, four inputs of each column after the other. Prefetches what comes after.
-inline void widen_block(const QuantWeight& weight, const uint8_t* block, uint8_t* to) {
+// Codes less their centre as bytes, four inputs of each column after the other. Prefetches what comes
+// after.
+inline void widen_block(const QuantWeight& weight, const uint8_t* block, int centre, uint8_t* to) {
   const CodePlaces from = places_of(weight, block, 0);
   with_code(weight, [&]<Code code>() {
     constexpr int fours = static_cast<int>(code.step_inputs() / 4);
@@ -32,94 +29,190 @@ inline void widen_block(const QuantWeight& weight, const uint8_t* block, uint8_t
 #pragma GCC unroll 8
       for (int four = 0; four < fours; ++four, to += step_bytes) {
         for (int v = 0; v < step_bytes / (4 * W); ++v) {
-          *reinterpret_cast<ivec_at*>(to + 4 * W * v) = bytes_of<code>(from, step, four, v);
+          const auto codes = (bytes_vec)bytes_of<code>(from, step, four, v);
+          *reinterpret_cast<ivec_at*>(to + 4 * W * v) = (ivec)(codes - static_cast<uint8_t>(centre));
         }
       }
     }
   });
 }
 
-// Scales the integer sums of a group, [count][panel_columns], and adds them to so many rows. `at`
-// is the place of the first of these, and of the group, among scales and sums.
-template <bool zeros, bool minimums>
-void add_scaled(const QuantWeight& weight, const QuantBlocks& block, bool first,
-                const int32_t* dots, const QuantRows& rows, int64_t at, int64_t count, float* out,
+// What is computed of groups before their sums are scaled: so many at once, and of so many rows.
+constexpr int64_t most_groups = 4;
+constexpr int64_t group_sums = 4 * tile_rows * tile_columns;  // of one of them, in four tiles
+
+// The groups of a pass: their scales and minimums, what the rows have of them, and their sums.
+struct GroupPass {
+  const QuantWeight& weight;
+  const uint8_t* const* blocks;  // [groups]
+  int64_t groups;
+  bool first;                      // they are those that the sums begin with
+  bool centred;                    // the codes are signed: what stands for 0 is 0
+  const int32_t* dots;             // [groups][group_sums], by rows
+  const float* scales;             // [rows][weight.groups()], from the first group on
+  const int32_t* sums;             // likewise
+  const float (*totals)[most_groups];  // scale times sum, [rows]
+};
+
+// Scales the sums of `count` rows and C column tiles, and adds them to what was before, group by
+// group. `from` is the row of `dots` that comes first.
+template <int C, bool zeros, bool minimums, int groups>
+void add_groups(const GroupPass& pass, int64_t from, int64_t count, int64_t column, float* out,
                 int64_t out_stride) {
-  const int64_t groups = weight.groups();
-  const int32_t one_zero = weight.centre();  // of all columns, if they have none of their own
-  for (int64_t column = 0; column < panel_columns; column += W) {
-    ivec zero{};
-    vec minimum{};
-    if constexpr (zeros) zero = zeros_of(weight, block.block, column);
-    if constexpr (minimums) minimum = minimums_of(weight, block, column);
-    const vec scale = scales_of(weight, block, column);
-    for (int64_t r = 0; r < count; ++r) {
-      const int64_t i = at + r * groups;
-      float* to = out + r * out_stride + column;
-      ivec part = load_bytes(dots + r * panel_columns + column);
+  constexpr int64_t width = C * tile_columns;
+  const int64_t row_groups = pass.weight.groups();
+  const int32_t centre = pass.centred ? 0 : pass.weight.centre();
+  for (int64_t c = 0; c < width; c += W) {
+    vec scale[groups], minimum[groups];
+    ivec zero[groups];
+    for (int g = 0; g < groups; ++g) {
+      const uint8_t* at = pass.blocks[g];
+      scale[g] = scales_of(pass.weight, at, column + c);
+      if constexpr (minimums) minimum[g] = minimums_of(pass.weight, at, column + c);
       if constexpr (zeros) {
-        part -= zero * rows.sums[i];
-      } else {
-        part -= one_zero * rows.sums[i];
+        zero[g] = pass.weight.zeros ? zeros_of(pass.weight, at, column + c) : centre - ivec{};
       }
-      vec more = to_float(part) * (scale * rows.scales[i]);
-      if constexpr (minimums) {
-        more = more - minimum * (rows.scales[i] * static_cast<float>(rows.sums[i]));
+    }
+    for (int64_t r = 0; r < count; ++r) {
+      float* to = out + r * out_stride + c;
+      const int32_t* dots = pass.dots + (from + r) * width + c;
+      vec sum = pass.first ? vec{} : load(to);
+#pragma GCC unroll 4
+      for (int g = 0; g < groups; ++g) {
+        ivec part = load_bytes(dots + g * group_sums);
+        if constexpr (zeros) part -= zero[g] * pass.sums[r * row_groups + g];
+        vec more = to_float(part) * (scale[g] * pass.scales[r * row_groups + g]);
+        if constexpr (minimums) more = more - minimum[g] * pass.totals[r][g];
+        sum = sum + more;
       }
-      store(to, (first ? vec{} : load(to)) + more);
+      store(to, sum);
     }
   }
 }
 
-// `QuantKernels::multiply` for any number of rows.
+template <int C, bool zeros, bool minimums>
+void add_pass(const GroupPass& pass, int64_t from, int64_t count, int64_t column, float* out,
+              int64_t out_stride) {
+  constexpr decltype(&add_groups<C, zeros, minimums, 1>) by_groups[most_groups] = {
+      add_groups<C, zeros, minimums, 1>, add_groups<C, zeros, minimums, 2>,
+      add_groups<C, zeros, minimums, 3>, add_groups<C, zeros, minimums, 4>};
+  by_groups[pass.groups - 1](pass, from, count, column, out, out_stride);
+}
+
+template <int C>
+void add_scaled(const GroupPass& pass, int64_t from, int64_t count, int64_t column, float* out,
+                int64_t out_stride) {
+  const bool shifted = pass.weight.zeros || (!pass.centred && pass.weight.centre() != 0);
+  const auto add = pass.weight.minimums ? (shifted ? add_pass<C, true, true> : add_pass<C, false, true>)
+                   : shifted            ? add_pass<C, true, false>
+                                        : add_pass<C, false, false>;
+  add(pass, from, count, column, out, out_stride);
+}
+
+// `QuantKernels::multiply` for any number of rows. Some groups are taken at a time, so that their
+// codes, widened, and the sums of a few rows stay in the cache next to the core.
+template <typename Tiles>
+class IntegerProduct {
+ public:
+  IntegerProduct(const QuantWeight& weight, const QuantRows& rows, int64_t first, int64_t count,
+                 float* out, int64_t out_stride)
+      : weight_(weight), rows_(rows), first_(first), split_(count), out_(out), stride_(out_stride) {}
+
+  void multiply(int64_t panel) {
+    Tiles::configure(config_of(split_.rows, inputs_));
+    QuantBlocks block(weight_, panel);
+    const int64_t most = weight_.group * most_groups <= longest_group ? most_groups
+                                                                      : longest_group / weight_.group;
+    for (int64_t g = 0; g < groups_; g += most) {
+      const int64_t count = groups_ - g < most ? groups_ - g : most;
+      for (int64_t i = 0; i < count; ++i, block.next()) {
+        blocks_[i] = block.block;
+        if (!widened_) continue;
+        uint8_t* bytes = bytes_ + i * weight_.group * panel_columns;
+        widen_block(weight_, block.block, centred_ ? weight_.centre() : 0, bytes);
+      }
+      int64_t done = 0;
+      each_row_tiles(split_, [&]<int R>(std::integral_constant<int, R>, int64_t tile) {
+        done = multiply_tiles<R>(tile, g, count, done);
+      });
+    }
+    Tiles::release();
+    scale_columns(weight_, panel, split_.count, out_, stride_);
+  }
+
+ private:
+  // R row tiles by the panel and some groups; rows before `done` have had theirs. Returns its end.
+  template <int R>
+  int64_t multiply_tiles(int64_t tile, int64_t g, int64_t count, int64_t done) {
+    constexpr int C = 4 / R;
+    const int64_t start = split_.start(tile), end = split_.start(tile + R - 1) + split_.rows;
+    const int64_t at = (first_ + done) * groups_ + g;
+    if (weight_.minimums) {
+      for (int64_t r = 0; r < end - done; ++r) {
+        for (int64_t i = 0; i < count; ++i) {
+          const int64_t here = at + r * groups_ + i;
+          totals_[r][i] = rows_.scales[here] * static_cast<float>(rows_.sums[here]);
+        }
+      }
+    }
+    const GroupPass pass{weight_, blocks_, count, g == 0, centred_, dots_,
+                         rows_.scales + at, rows_.sums + at, totals_};
+    for (int64_t column = 0; column < panel_columns; column += C * tile_columns) {
+      for (int64_t i = 0; i < count; ++i) multiply_group<R>(tile, g + i, i, column);
+      add_scaled<C>(pass, done - start, end - done, column, out_ + done * stride_ + column, stride_);
+    }
+    return end;
+  }
+
+  template <int R>
+  void multiply_group(int64_t tile, int64_t g, int64_t i, int64_t column) {
+    constexpr int C = 4 / R;
+    const int64_t group = weight_.group, x_stride = groups_ * group;
+    const uint8_t* values = widened_ ? bytes_ + i * group * panel_columns
+                                     : blocks_[i] + weight_.values_at();
+    const auto* w = reinterpret_cast<const char*>(values);
+    TileSteps<R> s{{}, x_stride, w + 4 * column, step_bytes, group / inputs_, inputs_};
+    int32_t* sums[R];
+    each<R>([&](auto r) {
+      const int64_t row = split_.start(tile + r);
+      s.x[r] = reinterpret_cast<const char*>(rows_.values + (first_ + row) * x_stride + g * group);
+      sums[r] = dots_ + i * group_sums + (row - split_.start(tile)) * C * tile_columns;
+    });
+    Fetch fetch;
+    if (tile == 0 && column == 0 && !widened_) {
+      fetch = {w + weight_.block_bytes(), weight_.block_bytes() / (64 * s.steps)};
+    }
+    clear_sums<Tiles, R, C>();
+    if (centred_) {
+      add_steps<Tiles, Terms::signed_bytes, R, C>(s, fetch);
+    } else {
+      add_steps<Tiles, Terms::bytes, R, C>(s, fetch);
+    }
+    store_sums<Tiles, R, C>(sums, C * tile_columns);
+  }
+
+  const QuantWeight& weight_;
+  const QuantRows& rows_;
+  const int64_t first_, groups_ = weight_.groups(), inputs_ = step_inputs(weight_.group);
+  const RowTiles split_;
+  float* out_;
+  const int64_t stride_;
+  const bool widened_ = weight_.bits != 8;
+  const bool centred_ = widened_ && !weight_.zeros && weight_.centre() != 0;
+  const uint8_t* blocks_[most_groups];
+  alignas(64) int32_t dots_[most_groups * group_sums];
+  alignas(64) uint8_t bytes_[longest_group * panel_columns];
+  float totals_[pass_rows][most_groups];
+};
+
 template <typename Tiles>
 void multiply_integers(const QuantWeight& weight, int64_t panel, const QuantRows& rows,
                        int64_t first, int64_t count, float* out, int64_t out_stride) {
-  const int64_t groups = weight.groups(), group = weight.group, x_stride = groups * group;
-  const RowTiles split(count);
-  const int64_t inputs = step_inputs(group);
-  alignas(64) int32_t dots[2 * tile_rows * panel_columns];
-  alignas(64) uint8_t bytes[longest_group * panel_columns];
-  QuantBlocks block(weight, panel);
-  const bool widened = weight.bits != 8;
-  const auto add = weight.zeros      ? add_scaled<true, false>
-                   : weight.minimums ? add_scaled<false, true>
-                                     : add_scaled<false, false>;
-  Tiles::configure(config_of(split.rows, inputs));
-  for (int64_t g = 0; g < groups; ++g, block.next()) {
-    if (widened) widen_block(weight, block.block, bytes);
-    const uint8_t* values = widened ? bytes : block.block + weight.values_at();
-    const auto* w = reinterpret_cast<const char*>(values);
-    const auto x_of = [&](int64_t row) {
-      return reinterpret_cast<const char*>(rows.values + (first + row) * x_stride + g * group);
-    };
-    int64_t done = 0;
-    each_row_tiles(split, [&]<int R>(std::integral_constant<int, R>, int64_t tile) {
-      constexpr int C = 4 / R;
-      const int64_t start = split.start(tile), last = split.start(tile + R - 1);
-      for (int64_t column = 0; column < panel_columns; column += C * tile_columns) {
-        TileSteps<R> s{{}, x_stride, w + 4 * column, step_bytes, group / inputs, inputs};
-        int32_t* sums[R];
-        each<R>([&](auto r) {
-          s.x[r] = x_of(split.start(tile + r));
-          sums[r] = dots + (split.start(tile + r) - start) * panel_columns + column;
-        });
-        Fetch fetch;
-        if (tile == 0 && column == 0 && weight.bits == 8) {
-          fetch = {w + weight.block_bytes(), weight.block_bytes() / (64 * s.steps)};
-        }
-        clear_sums<Tiles, R, C>();
-        add_steps<Tiles, false, R, C>(s, fetch);
-        store_sums<Tiles, R, C>(sums, panel_columns);
-      }
-      const int64_t end = last + split.rows;
-      add(weight, block, g == 0, dots + (done - start) * panel_columns, rows,
-          (first + done) * groups + g, end - done, out + done * out_stride, out_stride);
-      done = end;
-    });
+  if (weight.nested) {
+    NestProduct<Tiles>(weight, rows, first, count, out, out_stride).multiply(panel);
+  } else {
+    IntegerProduct<Tiles>(weight, rows, first, count, out, out_stride).multiply(panel);
   }
-  Tiles::release();
-  scale_columns(weight, panel, count, out, out_stride);
 }
 
 // ---- pairs of bfloat16 ----
@@ -183,8 +276,8 @@ class PairProduct {
     Fetch own{ahead, step_tile_bytes / 64};
     if (p_.slice >= 0) own = {ahead, tile_rows, step_bytes};
     clear_sums<Tiles, R, C>();
-    add_steps<Tiles, true, R, C>(s, tile == 0 && (C == 1 || column == 0) ? own : next_);
-    if (rest_ > 0) add_steps<Tiles, true, R, C>(last, Fetch{});
+    add_steps<Tiles, Terms::pairs, R, C>(s, tile == 0 && (C == 1 || column == 0) ? own : next_);
+    if (rest_ > 0) add_steps<Tiles, Terms::pairs, R, C>(last, Fetch{});
     store_sums<Tiles, R, C>(sums, panel_columns);
   }
 
@@ -219,11 +312,12 @@ int64_t multiply_adds(int64_t rounds) {
   Tiles::template zero<5>();
   Tiles::template zero<6>();
   Tiles::template zero<7>();
+  constexpr Terms terms = pairs ? Terms::pairs : Terms::bytes;
   for (int64_t round = 0; round < rounds; ++round) {
-    add_product<Tiles, pairs, 0, 4, 6>();
-    add_product<Tiles, pairs, 1, 4, 7>();
-    add_product<Tiles, pairs, 2, 5, 6>();
-    add_product<Tiles, pairs, 3, 5, 7>();
+    add_product<Tiles, terms, 0, 4, 6>();
+    add_product<Tiles, terms, 1, 4, 7>();
+    add_product<Tiles, terms, 2, 5, 6>();
+    add_product<Tiles, terms, 3, 5, 7>();
   }
   Tiles::release();
   return rounds * 4 * 2 * tile_rows * tile_columns * (pairs ? tile_bytes / 2 : tile_bytes);

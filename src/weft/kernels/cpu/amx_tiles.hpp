@@ -88,17 +88,22 @@ inline void each(const auto& body) {
   }(std::make_index_sequence<count>{});
 }
 
-template <typename Tiles, bool pairs, int sum, int x, int weights>
+// What is multiplied: pairs of bfloat16, or signed bytes by unsigned or signed ones.
+enum class Terms { pairs, bytes, signed_bytes };
+
+template <typename Tiles, Terms terms, int sum, int x, int weights>
 inline void add_product() {
-  if constexpr (pairs) {
+  if constexpr (terms == Terms::pairs) {
     Tiles::template add_pairs<sum, x, weights>();
-  } else {
+  } else if constexpr (terms == Terms::bytes) {
     Tiles::template add_bytes<sum, x, weights>();
+  } else {
+    Tiles::template add_signed_bytes<sum, x, weights>();
   }
 }
 
 // Sums lie row tile by row tile in tiles 0 to R * C - 1. Each step asks for memory by fetch().
-template <typename Tiles, bool pairs, int R, int C>
+template <typename Tiles, Terms terms, int R, int C>
 inline void add_steps(TileSteps<R> s, auto&& fetch) {
   static_assert(R * C <= 4);
   for (int64_t step = 0; step < s.steps; ++step) {
@@ -107,7 +112,7 @@ inline void add_steps(TileSteps<R> s, auto&& fetch) {
       s.x[r] += s.x_bytes;
       each<C>([&](auto c) {
         if (r == 0) Tiles::template load<6 + c % 2>(s.weights + c * tile_bytes, s.weight_stride);
-        add_product<Tiles, pairs, r * C + c, 4 + r % 2, 6 + c % 2>();
+        add_product<Tiles, terms, r * C + c, 4 + r % 2, 6 + c % 2>();
       });
     });
     fetch();

@@ -118,6 +118,9 @@ void check(const MatrixForm& form) {
   if (form.nested && (form.group == 0 || quant_nest % group != 0)) {
     throw std::invalid_argument("nested scales are of groups that divide 256");
   }
+  if (form.nested && (form.inputs % quant_nest != 0 || form.zeros || form.format == Format::int8)) {
+    throw std::invalid_argument("nested scales are of 256 inputs each, in 4 to 6 bits, without zeros");
+  }
   const bool tabled = table_of(form.format) != CodeTable::none;
   if ((form.minimums && form.group == 0) || form.zeros + form.minimums + tabled > 1) {
     throw std::invalid_argument("codes have zeros, minimums of groups, or a table");

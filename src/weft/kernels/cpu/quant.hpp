@@ -6,6 +6,9 @@
 // exact, and alike on every instruction set. The groups' sums are scaled and added in ascending
 // order, in float32 and without fused multiply-adds, so that a result depends neither on the machine
 // nor on the other rows.
+//
+// Of nested scales, which are whole steps of a float16 for 256 k, activations are rounded by one scale
+// for these 256: the sum over all of them, times the steps, is one of integers as well.
 #pragma once
 
 #include <cstdint>
@@ -56,7 +59,7 @@ struct QuantWeight {
   DType scale_type = DType::bf16;  // of the scales in the blocks
   bool zeros = false;              // else every zero is `centre`
   bool minimums = false;
-  bool nested = false;
+  bool nested = false;             // 4 to 6 bits, without zeros, and a depth of whole nests
   CodeTable table = CodeTable::none;
 
   int64_t groups() const { return (depth + group - 1) / group; }
@@ -116,7 +119,7 @@ class QuantBlocks {
 // Rows of activations, rounded: x[r, k] is about scales[r][k / group] * values[r][k].
 struct QuantRows {
   int8_t* values = nullptr;  // [rows][groups * group], zeros beyond the depth
-  float* scales = nullptr;   // [rows][groups]; NaN if a number of the group is not finite
+  float* scales = nullptr;   // [rows][groups], alike in a nest; NaN if a number is not finite
   int32_t* sums = nullptr;   // [rows][groups], of the values
 
   static int64_t bytes(const QuantWeight& weight, int64_t rows) {

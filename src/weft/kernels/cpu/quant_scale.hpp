@@ -28,24 +28,43 @@ inline ivec widen_unsigned(const uint8_t* from) {
   return __builtin_convertvector(*reinterpret_cast<const bvec_at*>(from), ivec);
 #endif
 }
-inline ivec widen_signed(const uint8_t* from) { return (widen_unsigned(from) ^ 128) - 128; }
-
-// Scales or minimums that are steps of a nest's float16.
-inline vec load_nested(const uint8_t* head, const uint8_t* steps, int64_t column) {
-  return load_scales(head, DType::f16, column) * to_float(widen_signed(steps + column));
+inline ivec widen_signed(const uint8_t* from) {
+#if defined(__AVX512F__)
+  return (ivec)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#elif defined(__AVX2__)
+  return (ivec)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+#else
+  return (widen_unsigned(from) ^ 128) - 128;
+#endif
 }
 
 // Of the columns from `column` on. Where a whole column has one scale, a group's is 1.
-inline vec scales_of(const QuantWeight& weight, const QuantBlocks& at, int64_t column) {
+inline vec scales_of(const QuantWeight& weight, const uint8_t* block, int64_t column) {
   if (weight.column_scales != nullptr) return vec{} + 1.0f;
-  if (weight.nested) return load_nested(at.head, at.block, column);
-  return load_scales(at.block, weight.scale_type, column);
+  return load_scales(block, weight.scale_type, column);
 }
-inline vec minimums_of(const QuantWeight& weight, const QuantBlocks& at, int64_t column) {
-  const uint8_t* here = at.block + weight.minimums_at();
-  if (weight.nested) return load_nested(at.head + 2 * quant_columns, here, column);
-  return load_scales(here, weight.scale_type, column);
+inline vec minimums_of(const QuantWeight& weight, const uint8_t* block, int64_t column) {
+  return load_scales(block + weight.minimums_at(), weight.scale_type, column);
 }
+
+// What the columns of a nest are multiplied by, from `column` on.
+template <bool minimums>
+struct NestScales {
+  vec scale, minimum;
+
+  NestScales(const uint8_t* head, int64_t column) : scale(load_scales(head, DType::f16, column)) {
+    if constexpr (minimums) {
+      minimum = load_scales(head + 2 * quant_columns, DType::f16, column);
+    }
+  }
+  // The sum of products with codes and steps, and that with the steps of minimums, of a row.
+  vec of(ivec sum, vec minimum_sum, float row_scale) const {
+    const vec factor = splat(row_scale);
+    const vec more = to_float(sum) * (scale * factor);
+    if constexpr (!minimums) return more;
+    return more - minimum_sum * (minimum * factor);
+  }
+};
 inline ivec zeros_of(const QuantWeight& weight, const uint8_t* block, int64_t column) {
   if (!weight.zeros) return ivec{} + weight.centre();
   return widen_unsigned(block + weight.zeros_at() + column);

@@ -6,9 +6,11 @@
 namespace weft {
 namespace {
 
-// The lowest bytes.
+// The lowest bytes; compilers would take them out one by one.
 inline bvec narrow_bytes(ivec x) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX512F__)
+  return (bvec)_mm512_cvtepi32_epi8((__m512i)x);
+#elif defined(__AVX2__)
   const __m128i first = _mm_cvtsi32_si128(0x0c080400);
   const __m256i fours = _mm256_shuffle_epi8((__m256i)x, _mm256_broadcastd_epi32(first));
   const __m128i all = _mm_unpacklo_epi32(_mm256_castsi256_si128(fours),
@@ -27,11 +29,12 @@ template <int rows>
 constexpr int tile_vectors = W == 16 ? 4 : rows == 1 ? 8 : rows == 2 ? 4 : 2;
 constexpr int slice_vectors = quant_slice / W;
 
-// One group of inputs of a panel, and a tile of rows.
+// One group of inputs of a panel, or all of a nest, and a tile of rows.
 struct GroupTile {
   const QuantWeight& weight;
-  const QuantBlocks& at;
-  bool first;       // group of the panel: the sums begin with it
+  const uint8_t* head;   // of the nest
+  const uint8_t* block;  // of the first group
+  bool first;       // group or nest of the panel: the sums begin with it
   bool fetches;     // what comes after the block
   const int8_t* x;  // as `Dot` takes it
   int64_t x_stride;
@@ -55,7 +58,7 @@ inline void begin_sums(const GroupTile& t, int64_t column, int64_t groups,
     return;
   }
   for (int v = 0; v < vectors; ++v) {
-    const ivec zero = zeros_of(t.weight, t.at.block, column + v * W);
+    const ivec zero = zeros_of(t.weight, t.block, column + v * W);
     for (int r = 0; r < rows; ++r) part[r][v] = zero * -t.sums[r * groups];
   }
 }
@@ -66,8 +69,8 @@ inline void add_sums(const GroupTile& t, int64_t column, int64_t groups,
                      const ivec (&part)[rows][vectors]) {
   vec scale[vectors], minimum[vectors];
   for (int v = 0; v < vectors; ++v) {
-    if constexpr (own_scales) scale[v] = scales_of(t.weight, t.at, column + v * W);
-    if constexpr (minimums) minimum[v] = minimums_of(t.weight, t.at, column + v * W);
+    if constexpr (own_scales) scale[v] = scales_of(t.weight, t.block, column + v * W);
+    if constexpr (minimums) minimum[v] = minimums_of(t.weight, t.block, column + v * W);
   }
   float* to = t.out + column;
   const int64_t stride = t.out_stride;
@@ -85,19 +88,49 @@ inline void add_sums(const GroupTile& t, int64_t column, int64_t groups,
   }
 }
 
-// `rows` rows by tile_vectors of columns from `column` on, or by a slice.
-template <int rows, Code code, bool slice>
-void multiply_columns(const GroupTile& t, int64_t column) {
+// The sums of a group, times the steps of its scales, to those of the nest; and the row's times the
+// steps of its minimums, which are integers below 2^24 and so exact.
+template <int rows, int vectors, bool minimums>
+inline void add_to_nest(const GroupTile& t, int64_t column, int64_t groups,
+                        const ivec (&part)[rows][vectors], ivec (&sums)[rows][vectors],
+                        vec (&lows)[rows][vectors]) {
+  for (int v = 0; v < vectors; ++v) {
+    const ivec step = widen_signed(t.block + column + v * W);
+    for (int r = 0; r < rows; ++r) sums[r][v] += part[r][v] * step;
+    if constexpr (minimums) {
+      const uint8_t* steps = t.block + t.weight.minimums_at() + column + v * W;
+      const vec minimum = to_float(widen_signed(steps));
+      for (int r = 0; r < rows; ++r) {
+        lows[r][v] += minimum * splat(static_cast<float>(t.sums[r * groups]));
+      }
+    }
+  }
+}
+
+// The sums of a nest, scaled, to those of the nests before.
+template <int rows, int vectors, bool minimums>
+inline void add_nest(const GroupTile& t, int64_t column, int64_t groups,
+                     const ivec (&sums)[rows][vectors], const vec (&lows)[rows][vectors]) {
+  for (int v = 0; v < vectors; ++v) {
+    const NestScales<minimums> scales(t.head, column + v * W);
+    for (int r = 0; r < rows; ++r) {
+      float* to = t.out + r * t.out_stride + column + v * W;
+      const vec more = scales.of(sums[r][v], lows[r][v], t.scales[r * groups]);
+      store(to, (t.first ? vec{} : load(to)) + more);
+    }
+  }
+}
+
+// The products of a group.
+template <int rows, Code code, bool slice, int vectors>
+inline void add_products(const GroupTile& t, int64_t column, ivec (&part)[rows][vectors]) {
   using D = Dot<code>;
-  constexpr int vectors = slice ? slice_vectors : tile_vectors<rows>;
   constexpr int64_t line_bytes = vectors * 4 * W;
   // What a step reads: whole lines of all columns.
   constexpr int64_t step_lines = code.bits == 8 ? 1 : code.step_inputs() / 8 + (code.bits != 4);
   constexpr int64_t step_bytes = step_lines * 4 * quant_columns;
-  const int64_t groups = t.weight.groups(), steps = t.weight.group / code.step_inputs();
-  ivec part[rows][vectors];
-  begin_sums<rows>(t, column, groups, part);
-  const CodePlaces from = places_of(t.weight, t.at.block, column);
+  const int64_t steps = t.weight.group / code.step_inputs();
+  const CodePlaces from = places_of(t.weight, t.block, column);
   // Several passes over the columns of a block fetch the next one in order; a single pass leaves that
   // to the machine, and a slice fetches its own lines.
   constexpr bool whole = line_bytes == 4 * quant_columns;
@@ -106,7 +139,7 @@ void multiply_columns(const GroupTile& t, int64_t column) {
   constexpr bool lone = whole && rows == 1 && code.bits == 8;
   constexpr int64_t lone_bytes = 4 << 10;
   const uint8_t* ahead = slice ? from.low + t.weight.block_bytes()
-                               : t.at.block + t.weight.block_bytes() +
+                               : t.block + t.weight.block_bytes() +
                                      column * 4 * step_lines * steps;
   constexpr int64_t ahead_step = slice ? step_bytes : step_lines * line_bytes;
   for (int64_t step = 0; step < steps; ++step, ahead += ahead_step) {
@@ -130,6 +163,16 @@ void multiply_columns(const GroupTile& t, int64_t column) {
       }
     }
   }
+}
+
+// `rows` rows by tile_vectors of columns from `column` on, or by a slice.
+template <int rows, Code code, bool slice>
+void multiply_columns(const GroupTile& t, int64_t column) {
+  constexpr int vectors = slice ? slice_vectors : tile_vectors<rows>;
+  const int64_t groups = t.weight.groups();
+  ivec part[rows][vectors];
+  begin_sums<rows>(t, column, groups, part);
+  add_products<rows, code, slice>(t, column, part);
   if (t.weight.minimums) {
     add_sums<rows, vectors, true, true>(t, column, groups, part);
   } else if (t.weight.column_scales == nullptr) {
@@ -139,13 +182,38 @@ void multiply_columns(const GroupTile& t, int64_t column) {
   }
 }
 
+// The same of a nest, group by group.
+template <int rows, Code code, bool slice, bool minimums>
+void multiply_nest(const GroupTile& t, int64_t column) {
+  constexpr int vectors = slice ? slice_vectors : tile_vectors<rows>;
+  const int64_t groups = t.weight.groups(), together = t.weight.nest_groups();
+  ivec sums[rows][vectors] = {};
+  vec lows[rows][vectors] = {};
+  GroupTile group = t;
+  for (int64_t i = 0; i < together; ++i) {
+    ivec part[rows][vectors];
+    begin_sums<rows>(group, column, groups, part);
+    add_products<rows, code, slice>(group, column, part);
+    add_to_nest<rows, vectors, minimums>(group, column, groups, part, sums, lows);
+    group.block += t.weight.block_bytes();
+    group.x += t.weight.group;
+    ++group.sums;
+  }
+  add_nest<rows, vectors, minimums>(t, column, groups, sums, lows);
+}
+
 template <int rows, bool slice>
 void multiply_rows(const GroupTile& tile) {
   const int64_t begin = slice ? tile.slice * quant_slice : 0;
   const int64_t end = slice ? begin + quant_slice : quant_columns;
   with_code(tile.weight, [&]<Code code>() {
     for (int64_t column = begin; column < end; column += tile_vectors<rows> * W) {
-      multiply_columns<rows, code, slice>(tile, column);
+      if (!tile.weight.nested) {
+        multiply_columns<rows, code, slice>(tile, column);
+      } else if constexpr (code.bits != 8) {
+        (tile.weight.minimums ? multiply_nest<rows, code, slice, true>
+                              : multiply_nest<rows, code, slice, false>)(tile, column);
+      }
       if (slice) return;
     }
   });
@@ -162,26 +230,30 @@ template <bool sliced>
 void multiply_panel(const QuantWeight& weight, int64_t panel, int64_t slice, const QuantRows& rows,
                     int64_t first, int64_t count, float* out, int64_t out_stride) {
   const int64_t groups = weight.groups(), group = weight.group;
+  const int64_t together = weight.nested ? weight.nest_groups() : 1;
   const int64_t tiles = (count + tile_rows - 1) / tile_rows;
   bool spreads = false;
   with_code(weight, [&]<Code code>() { spreads = Dot<code>::spread; });
   QuantBlocks block(weight, panel);
-  for (int64_t g = 0; g < groups; ++g, block.next()) {
+  for (int64_t g = 0; g < groups; g += together) {
     for (int64_t tile = 0, row = 0; tile < tiles; ++tile) {
       const int64_t left = tiles - tile, n = (count - row + left - 1) / left;
       const int64_t at = (first + row) * groups + g;
-      GroupTile t{weight, block, g == 0, tile == 0, rows.values + at * group, groups * group,
-                  rows.scales + at, rows.sums + at, out + row * out_stride, out_stride,
-                  slice};
+      GroupTile t{weight, block.head, block.block, g == 0, tile == 0, rows.values + at * group,
+                  groups * group, rows.scales + at, rows.sums + at, out + row * out_stride,
+                  out_stride, slice};
       alignas(64) int8_t spread[tile_rows][2 * longest_group];
       if (spreads) {
-        for (int64_t r = 0; r < n; ++r) spread_row(t.x + r * t.x_stride, group, spread[r]);
+        for (int64_t r = 0; r < n; ++r) {
+          spread_row(t.x + r * t.x_stride, together * group, spread[r]);
+        }
         t.x = spread[0];
         t.x_stride = sizeof spread[0];
       }
       row_tiles<sliced>[n - 1](t);
       row += n;
     }
+    for (int64_t i = 0; i < together; ++i) block.next();
   }
   const int64_t begin = sliced ? slice * quant_slice : 0;
   const int64_t end = sliced ? begin + quant_slice : quant_columns;
@@ -196,41 +268,42 @@ void multiply(const QuantWeight& weight, int64_t panel, const QuantRows& rows, i
 // Rounds to the nearest integer, halves to even: adding 1.5 * 2^23 leaves no bits for fractions.
 inline ivec nearest(vec x) { return (ivec)(x + 0x1.8p23f) - 0x4b400000; }
 
-void round_group(const float* x, int64_t group, int8_t* values, float* scale, int32_t* total) {
+// Rounds so many numbers by one scale, which all of their groups have.
+void round_groups(const float* x, int64_t count, int64_t group, int8_t* values, float* scales,
+                  int32_t* totals) {
   uvec largest{};
-  for (int64_t k = 0; k < group; k += W) {
+  for (int64_t k = 0; k < count; k += W) {
     const uvec magnitude = (uvec)load(x + k) & 0x7fffffffu;
     largest = magnitude > largest ? magnitude : largest;  // ordered as the floats are; NaN on top
   }
   uint32_t top = 0;
   for (int i = 0; i < W; ++i) top = largest[i] > top ? largest[i] : top;
   const float most = __builtin_bit_cast(float, top);
-  if (top >= 0x7f800000u || most < 0x1p-100f) {  // not finite, or nothing
-    *scale = top >= 0x7f800000u ? __builtin_nanf("") : 0.0f;
-    *total = 0;
-    __builtin_memset(values, 0, group);
-    return;
-  }
-  *scale = most / 127.0f;
+  const bool finite = top < 0x7f800000u, none = !finite || most < 0x1p-100f;
   const float inverse = 127.0f / most;
-  ivec sums{};
-  for (int64_t k = 0; k < group; k += W) {
-    const ivec rounded = nearest(load(x + k) * inverse);
-    sums += rounded;
-    const bvec bytes = narrow_bytes(rounded);
-    __builtin_memcpy(values + k, &bytes, W);
+  for (int64_t start = 0; start < count; start += group, ++scales, ++totals) {
+    *scales = !finite ? __builtin_nanf("") : none ? 0.0f : most / 127.0f;
+    *totals = 0;
+    if (none) continue;
+    ivec sums{};
+    for (int64_t k = start; k < start + group; k += W) {
+      const ivec rounded = nearest(load(x + k) * inverse);
+      sums += rounded;
+      const bvec bytes = narrow_bytes(rounded);
+      __builtin_memcpy(values + k, &bytes, W);
+    }
+    for (int i = 0; i < W; ++i) *totals += sums[i];
   }
-  int32_t sum = 0;
-  for (int i = 0; i < W; ++i) sum += sums[i];
-  *total = sum;
+  if (none) __builtin_memset(values, 0, count);
 }
 
 void round_row(const QuantWeight& weight, const char* x, DType type, int64_t row,
                const QuantRows& rows) {
   const int64_t groups = weight.groups(), group = weight.group;
-  for (int64_t g = 0; g < groups; ++g) {
+  const int64_t together = weight.nested ? weight.nest_groups() : 1, span = together * group;
+  for (int64_t g = 0; g < groups; g += together) {
     const int64_t at = row * groups + g, left = weight.depth - g * group;
-    const int64_t count = left < group ? left : group;
+    const int64_t count = left < span ? left : span;
     alignas(64) float numbers[longest_group];
     const char* from = x + g * group * size_of(type);
     if (type == DType::f32) {
@@ -242,8 +315,8 @@ void round_row(const QuantWeight& weight, const char* x, DType type, int64_t row
         numbers[k] = __builtin_bit_cast(float, uint32_t{half} << 16);
       }
     }
-    for (int64_t k = count; k < group; ++k) numbers[k] = 0.0f;
-    round_group(numbers, group, rows.values + at * group, rows.scales + at, rows.sums + at);
+    for (int64_t k = count; k < span; ++k) numbers[k] = 0.0f;
+    round_groups(numbers, span, group, rows.values + at * group, rows.scales + at, rows.sums + at);
   }
 }
 
