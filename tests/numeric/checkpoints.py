@@ -484,6 +484,7 @@ CASES: dict[str, Case] = (
     | moe_cases(_case, _rope, LAYERS_2_1)
     | latent_cases(_case, _rope)
 )
+LATENT = latent_cases(_case, _rope)  # those whose layers all have latent attention
 RECURRENT = hybrid_cases(_case, _rope)
 ATTENTIVE = CASES  # those without recurrent layers
 CASES = CASES | RECURRENT

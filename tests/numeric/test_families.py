@@ -8,7 +8,6 @@ import pytest
 from checkpoints import CASES, FAMILY_CASES
 from test_models_gguf import ARCHITECTURES
 
-from weft.core.errors import UnsupportedModelError
 from weft.core.kv_types import KV_TYPES
 from weft.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, FAMILIES, GGUF_FAMILIES, ROWS
 from weft.models.spec_reader import spec_from_config
@@ -38,11 +37,3 @@ def test_configs_are_read_by_each_name_of_their_family(name, case):
 
 def test_every_family_that_llama_cpp_stores_is_tried_in_its_files():
     assert set(ARCHITECTURES) == set(GGUF_FAMILIES)
-
-
-def test_quantised_weights_of_latent_attention_are_refused():
-    stored = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
-    config = CASES["deepseek-v3"].config().to_dict()
-    config |= {"architectures": ["DeepseekV3ForCausalLM"], "quantization_config": stored}
-    with pytest.raises(UnsupportedModelError, match="quantize int8"):
-        spec_from_config(config)

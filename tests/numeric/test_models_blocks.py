@@ -333,7 +333,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rows": (FINE | {"weight_block_size": [0, 128]}, "weight_block_size"),
     "wide": (FINE | {"weight_block_size": [128, 256]}, "32, 64, 128 inputs"),
     "static": (FINE | {"activation_scheme": "static"}, "activation_scheme"),
-    "ue8m0": (FINE | {"scale_fmt": "ue8m0"}, "scale_fmt"),
+    "e5m3": (FINE | {"scale_fmt": "e5m3"}, "scale_fmt"),
     "tokens": (compressed("float-quantized", BLOCK, BY_GROUP | {"strategy": "token"}), "strategy"),
     "groups": (compressed("float-quantized", BLOCK, BY_GROUP | {"group_size": 64}), "group_size"),
     "mx 16": (compressed("mxfp4-pack-quantized", MX | {"group_size": 16}, None), "group_size"),

@@ -212,7 +212,7 @@ def test_what_is_not_understood_is_refused(name) -> None:
 @pytest.mark.parametrize(
     ("architecture", "mechanism"),
     [
-        ("Mistral4ForCausalLM", "MLA"),
+        ("LongcatFlashForCausalLM", "MLA"),
         ("JambaForCausalLM", "recurrent layers"),
         ("BertModel", "encoders"),
         ("T5ForConditionalGeneration", "encoder-decoder"),

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from checkpoints import CASES, RECURRENT, prompt, save, saved_once
+from checkpoints import CASES, LATENT, RECURRENT, prompt, save, saved_once
 from paged import PagedRunner
 from ranks import greedy, load, on_ranks, tokens_of_processes
 from test_models_quant import FORMATS, drawn, formula, rewritten
@@ -21,15 +21,13 @@ from weft.kernels.collectives import ALONE, ONE_EXCHANGE_BYTES
 from weft.kernels.cpu.matrix import gather
 from weft.kernels.process_group import Group
 from weft.models.hub import resolve_model
-from weft.models.latent_families import LATENT_FAMILIES
 from weft.models.layout import parameters, storage_of, weight_bytes
 from weft.models.shard import Shard, cut, shard_range, shard_spec
 from weft.models.spec_reader import read_spec
 
 SIZES = (2, 4)
-LATENT = {row.architecture for row in LATENT_FAMILIES}
 # 3 KV heads, one row for all of them, or recurrent layers.
-UNCUT = ("qwen2-window", *RECURRENT, *(n for n in CASES if CASES[n].architecture in LATENT))
+UNCUT = ("qwen2-window", *RECURRENT, *LATENT)
 
 
 def pretend(rank: int, size: int) -> SimpleNamespace:

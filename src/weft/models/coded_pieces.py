@@ -16,7 +16,7 @@ from weft.core.errors import CheckpointError
 from weft.kernels.float4 import Float4
 from weft.kernels.quantized import Quantized
 from weft.kernels.storage import Storage
-from weft.models.parameter import Parameter, Piece, order_by_halves
+from weft.models.parameter import Parameter, Piece, Shape, order_by_halves
 from weft.models.quant import ClippedCount, ExpectedTensor, dequantize, parts_of, unpack
 from weft.models.quant_config import FP8_METHODS, StoredWeights
 from weft.models.safetensors_file import DTYPES, StoredTensor
@@ -60,6 +60,7 @@ class CodedPieces:
         self._name_of = name_of
         self._read = read
         self._limits = ClippedCount()
+        self._last: tuple[str, Numbers] | None = None  # a weight of which parts are taken
 
     def parts(self, piece: Piece) -> dict[str, ExpectedTensor]:
         """Return the tensors of a weight that is stored quantised, none for another one.
@@ -70,7 +71,7 @@ class CodedPieces:
         names = self._names(piece)
         if self._format is None or not names:
             return {}
-        *experts, rows, columns = piece.shape
+        *experts, rows, columns = _coded_shape(piece)
         with self._named(piece):
             parts = parts_of(self._format, rows, columns)
         return {
@@ -134,26 +135,40 @@ class CodedPieces:
 
     def floats(self, piece: Piece) -> Iterator[tuple[int | None, Numbers]]:
         """Yield what is taken of a weight in float32, of stacked experts each with its number."""
-        assert self._format is not None
-        for expert, tensors in self._tensors_of(piece):
-            self._count(piece, tensors)
-            with self._named(piece):
-                numbers = dequantize(self._format, tensors, *piece.shape[-2:])
+        for expert, numbers in self._dequantized(piece):
+            if piece.transposed and expert is None:
+                numbers = numbers.T
             if piece.pairs is not None:
                 numbers = numbers[order_by_halves(piece)]
             yield expert, numbers[piece.taken[-2:]]
+
+    def _dequantized(self, piece: Piece) -> Iterator[tuple[int | None, Numbers]]:
+        """Yield a weight as it is stored in float32; once for parts taken one after the other."""
+        assert self._format is not None
+        name = self._name_of(piece)
+        if self._last is not None and self._last[0] == name:
+            yield None, self._last[1]
+            return
+        self._last = None
+        for expert, tensors in self._tensors_of(piece):
+            self._count(piece, tensors)
+            with self._named(piece):
+                numbers = dequantize(self._format, tensors, *_coded_shape(piece)[-2:])
+            if piece.part and expert is None:
+                self._last = name, numbers
+            yield expert, numbers
 
     def _unpacked(self, piece: Piece, tensors: Mapping[str, Numbers]) -> Any:
         assert self._format is not None
         self._count(piece, tensors)
         with self._named(piece):
-            return unpack(self._format, tensors, *piece.shape[-2:])
+            return unpack(self._format, tensors, *_coded_shape(piece)[-2:])
 
     def _tensors_of(self, piece: Piece) -> Iterator[tuple[int | None, dict[str, Numbers]]]:
         assert self._format is not None
         names = self._names(piece)
         assert names is not None
-        suffixes = parts_of(self._format, *piece.shape[-2:])
+        suffixes = parts_of(self._format, *_coded_shape(piece)[-2:])
         found = {s: self._read(names(s)) for s in suffixes if names(s) in self._tensors}
         if len(piece.shape) == 2:
             yield None, found
@@ -180,6 +195,11 @@ class CodedPieces:
                 "scale of its own",
                 self._folder,
             )
+
+
+def _coded_shape(piece: Piece) -> Shape:
+    """The shape of the codes of a weight; of stacked experts, whichever way floats lie there."""
+    return piece.stored_shape if len(piece.shape) == 2 else piece.shape
 
 
 @contextmanager

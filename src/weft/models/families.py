@@ -12,10 +12,11 @@ from weft.models.hybrids import HYBRIDS
 from weft.models.latent_families import LATENT_FAMILIES
 from weft.models.llama_like import LLAMA_LIKE
 from weft.models.llama_variants import LLAMA_VARIANTS
+from weft.models.mistrals import MISTRALS
 from weft.models.moe_families import MOE_FAMILIES
 
 ROWS = (
-    *(*LLAMA_LIKE, *LLAMA_VARIANTS, *COHERE, *GEMMA),
+    *(*LLAMA_LIKE, *LLAMA_VARIANTS, *MISTRALS, *COHERE, *GEMMA),
     *(*MOE_FAMILIES, *ATTENTION_FAMILIES, *HYBRIDS, *LATENT_FAMILIES),
 )
 FAMILIES = {row.name: row for row in ROWS}

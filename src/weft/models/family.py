@@ -8,6 +8,7 @@ from typing import Any
 
 from weft.models.bounds import MOST_NUMBER
 from weft.models.config_reader import ConfigReader
+from weft.models.quant_config import read_stored_weights
 from weft.models.rope_config import RopeContext
 from weft.models.spec import LayerSpec, ModelSpec
 
@@ -15,7 +16,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 MULTIMODAL_PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 OTHER_TOWERS = (
     r"(model\.)?(visual|vision_tower|vision_adapter|vision_projection|audio_tower|"
-    r"multi_modal_projector|embed_vision|embed_audio)\..*"
+    r"multi_modal_projector|mm_projector|embed_vision|embed_audio)\..*"
 )
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -169,7 +170,7 @@ def read_text_part(read: Reader, config: ConfigReader, limit: int | None) -> Mod
     text = config.section("text_config")
     if text is None:
         config.refuse("text_config", None, "it must describe the text model")
-    spec = read(text, limit)
+    spec = replace(read(text, limit), stored_weights=read_stored_weights(text))
     text.finish()
     ignore_towers(config)
     bos = config.integers("bos_token_id")

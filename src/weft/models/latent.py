@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.core.errors import InvariantError
-from weft.kernels.arrays import Array, concatenate, contiguous
+from weft.kernels.arrays import Array, concatenate, contiguous, times_rows, where
 from weft.kernels.interface import OpTable
 from weft.models.layers import Angles, LayerWeights
 from weft.models.spec import ModelSpec
@@ -18,7 +18,7 @@ def project_latent(
 
     Args:
         x: [T, C], normalised.
-        angles: of the rotated numbers.
+        angles: of the rotated numbers; where queries are scaled by position, theirs behind.
     """
     latent = spec.latent
     if latent is None or weights.key_up is None:
@@ -33,11 +33,28 @@ def project_latent(
     q = contiguous(q).reshape(tokens, heads, latent.query_dim)
     row = joint[:, width : width + latent.rank]
     row = ops.rms_norm(row, weights.latent_norm, latent.norm_eps, False)
-    rotated = contiguous(joint[:, width + latent.rank :]).reshape(tokens, 1, latent.rotated_dim)
-    rotated = ops.rope(concatenate((q[..., plain:], rotated), 1), *angles)  # [T, H + 1, rotated]
-    absorbed = ops.heads(q[..., :plain], weights.key_up)  # [T, H, rank]
-    key = concatenate((rotated[:, heads:], row.reshape(tokens, 1, latent.rank)), 2)
-    return concatenate((rotated[:, :heads], absorbed), 2), key, key
+    turned = contiguous(joint[:, width + latent.rank :]).reshape(tokens, 1, latent.rotated_dim)
+    held, asked = q[..., :plain], q[..., plain:]
+    half = latent.rotated_dim // 2
+    if angles[0].shape[1] > half:  # queries have angles of their own
+        ours = (contiguous(part[:, half:]) for part in angles)
+        asked, held = ops.rope(asked, *ours), times_rows(held, _query_factors(angles, half))
+        turned = ops.rope(turned, *(contiguous(part[:, :half]) for part in angles))
+    else:
+        both = ops.rope(concatenate((asked, turned), 1), *angles)  # [T, H + 1, rotated]
+        asked, turned = both[:, :heads], both[:, heads:]
+    absorbed = ops.heads(held, weights.key_up)  # [T, H, rank]
+    key = concatenate((turned, row.reshape(tokens, 1, latent.rank)), 2)
+    return concatenate((asked, absorbed), 2), key, key
+
+
+def _query_factors(angles: Angles, half: int) -> Array:
+    """Return what the angles of queries are multiples of those of keys by: [T, 1, 1]."""
+    (cos, queries_cos), (sin, queries_sin) = (
+        (part[:, :1, None], part[:, half : half + 1, None]) for part in angles
+    )
+    large = abs(cos) >= abs(sin)
+    return where(large, queries_cos, queries_sin) / where(large, cos, sin)
 
 
 def expand_latent(spec: ModelSpec, weights: LayerWeights, attended: Array, ops: OpTable) -> Array:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from weft.models.config_reader import ConfigReader
-from weft.models.family import Family, Sizes, read_sizes
+from weft.models.family import Family, Multimodal, Sizes, read_sizes, read_text_part
 from weft.models.llama_like import llama_like
 from weft.models.moe_families import (
     deepseek_moe,
@@ -18,7 +18,8 @@ from weft.models.moe_families import (
 from weft.models.spec import CheckpointLayout, LatentSpec, LayerSpec, ModelSpec, MoeSpec
 
 
-def _read_latent(config: ConfigReader) -> LatentSpec:
+def read_latent(config: ConfigReader) -> LatentSpec:
+    """Read the sizes of latent attention."""
     whole = config.switched_off("q_lora_rank")
     config.ignore("qk_head_dim")  # the sum of the next two
     return LatentSpec(
@@ -42,14 +43,19 @@ def _yarn_scale(config: ConfigReader) -> float:
 
 
 def latent_like(
-    config: ConfigReader, sizes: Sizes, layers: list[LayerSpec], **differences: Any
+    config: ConfigReader,
+    sizes: Sizes,
+    layers: list[LayerSpec],
+    rope: dict[str, Any] | None = None,
+    **differences: Any,
 ) -> ModelSpec:
     """Return the spec of a model whose layers all have latent attention.
 
     Args:
         layers: of ``sizes``; their heads become the one cached row.
+        rope: how its rotary embedding's context differs.
     """
-    latent = _read_latent(config)
+    latent = read_latent(config)
     bias = config.flag("attention_bias", False)
     if bias and latent.query_rank is None:
         config.refuse("attention_bias", True, "supported with q_lora_rank")
@@ -59,7 +65,7 @@ def latent_like(
         config,
         sizes,
         [replace(layer, num_kv_heads=1, head_dim=latent.row_dim) for layer in layers],
-        replace(sizes.rope_context(), head_dim=latent.rotated_dim),
+        sizes.rope_context(**({"head_dim": latent.rotated_dim} | (rope or {}))),
         latent=latent,
         attention_scale=scale,
         qkv_bias=bias,
@@ -118,6 +124,38 @@ def glm4_moe_lite(config: ConfigReader, limit: int | None) -> ModelSpec:
     return _with_experts(config, limit, 1)
 
 
+def minicpm3(config: ConfigReader, limit: int | None) -> ModelSpec:
+    """MiniCPM 3: dense MLPs; embeddings, residuals and logits are scaled by the model's sizes."""
+    config.assume(
+        q_lora_rank=768,
+        kv_lora_rank=256,
+        qk_rope_head_dim=32,
+        qk_nope_head_dim=64,
+        rms_norm_eps=1e-5,
+        rope_interleave=False,
+        tie_word_embeddings=True,
+    )
+    config.ignore("head_dim")
+    sizes = read_sizes(config, limit)
+    config.assume(v_head_dim=sizes.hidden // sizes.heads)
+    return latent_like(
+        config,
+        sizes,
+        [sizes.layer()] * sizes.layers,
+        embedding_scale=config.number("scale_emb", 12),
+        residual_scale=config.number("scale_depth", 1.4) / math.sqrt(sizes.layers),
+        logit_scale=config.number("dim_model_base", 256) / sizes.hidden,
+    )
+
+
+def kimi_k25(config: ConfigReader, limit: int | None) -> ModelSpec:
+    """The text model of a Kimi K2.5, which is a DeepSeek V3."""
+    config.ignore("ignore_index", "use_unified_vision_chunk")
+    config.ignore("media_placeholder_token_id", "video_placeholder")
+    config.ignore("projection_hidden_size", "projection_layer_norm_eps")
+    return read_text_part(deepseek_v3, config, limit)
+
+
 def deepseek_v2(config: ConfigReader, limit: int | None) -> ModelSpec:
     """DeepSeek V2, Coder V2 and their Lite ones: softmax, and groups by their best expert."""
     config.assume(
@@ -151,7 +189,14 @@ def deepseek_v2(config: ConfigReader, limit: int | None) -> ModelSpec:
 
 LATENT_FAMILIES = (
     Family("youtu", "YoutuForCausalLM", "youtu", youtu),
-    Family("deepseek_v3", "DeepseekV3ForCausalLM", "deepseek_v3", deepseek_v3),
+    Family(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        "deepseek_v3",
+        deepseek_v3,
+        (Multimodal("KimiK25ForConditionalGeneration", "kimi_k25", kimi_k25),),
+    ),
     Family("deepseek_v2", "DeepseekV2ForCausalLM", "deepseek_v2", deepseek_v2),
     Family("glm4_moe_lite", "Glm4MoeLiteForCausalLM", "glm4_moe_lite", glm4_moe_lite),
+    Family("minicpm3", "MiniCPM3ForCausalLM", "minicpm3", minicpm3),
 )

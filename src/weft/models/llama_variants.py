@@ -12,7 +12,6 @@ from weft.models.family import (
     SLIDING,
     Family,
     GgufForm,
-    Multimodal,
     Sizes,
     read_common,
     read_layer_bases,
@@ -22,7 +21,7 @@ from weft.models.family import (
     read_window,
     read_windows,
 )
-from weft.models.llama_like import llama_like, mistral
+from weft.models.llama_like import llama_like
 from weft.models.rope_config import read_layer_ropes, read_rope
 from weft.models.spec import CheckpointLayout, GateSpec, ModelSpec, RopeSpec
 
@@ -262,35 +261,6 @@ def glm4(config: ConfigReader, limit: int | None) -> ModelSpec:
     return replace(spec, post_norms=True, layout=replace(spec.layout, renamed=names))
 
 
-def ministral(config: ConfigReader, limit: int | None) -> ModelSpec:
-    """Ministral: Mistral with a window in some layers."""
-    config.assume(sliding_window=4096)
-    sizes = read_sizes(config, limit)
-    window = read_window(config)
-    default = [FULL if window is None else SLIDING] * sizes.layers
-    kinds = read_layer_types(config, sizes, default)
-    layers = [sizes.layer(window=window if kind == SLIDING else None) for kind in kinds]
-    return llama_like(config, sizes, layers)
-
-
-def ministral3(config: ConfigReader, limit: int | None) -> ModelSpec:
-    """Ministral 3: queries of far positions are scaled after their rotation."""
-    config.assume(head_dim=128, rms_norm_eps=1e-5)
-    sizes = read_sizes(config, limit)
-    layers = [sizes.layer(window=read_window(config))] * sizes.layers
-    context = sizes.rope_context(theta=1_000_000.0, scales_queries=True)
-    return llama_like(config, sizes, layers, context)
-
-
-def mistral3(config: ConfigReader, limit: int | None) -> ModelSpec:
-    """The text model of a Mistral Small 3, or of a Ministral 3, that also reads images."""
-    config.ignore("multimodal_projector_bias", "projector_hidden_act")
-    config.ignore("spatial_merge_size", "vision_feature_layer")
-    text = config.section("text_config") or ConfigReader({})
-    kind = text.choice("model_type", "mistral", ("mistral", "ministral3"))
-    return read_text_part(ministral3 if kind == "ministral3" else mistral, config, limit)
-
-
 def _muse_text(config: ConfigReader, limit: int | None) -> ModelSpec:
     """Gates of attention's output, norms of embeddings, Q and K without weights, layers without
     rotation."""
@@ -426,12 +396,4 @@ LLAMA_VARIANTS = (
             },
         ),
     ),
-    Family(
-        "ministral",
-        "MinistralForCausalLM",
-        "ministral",
-        ministral,
-        (Multimodal("Mistral3ForConditionalGeneration", "mistral3", mistral3),),
-    ),
-    Family("ministral3", "Ministral3ForCausalLM", "ministral3", ministral3),
 )

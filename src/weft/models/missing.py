@@ -13,10 +13,8 @@ _VISION = "towers for images, sound or video, and no text part of this checkpoin
 
 # Patterns of whole names, of which the first one that fits counts.
 _MISSING = {
-    r"DeepseekVLV2ForCausalLM|MiniCPM3.*|Mistral(4|Large4).*|KimiK2.*|LongcatFlash.*|SarvamMLA.*": (
-        f"its kind of {_LATENT}"
-    ),
-    r"DeepseekV32.*|GlmMoeDsa.*|Glm5Next.*|MiniMaxM3.*": _SPARSE,
+    r"DeepseekVLV2ForCausalLM|LongcatFlash.*|SarvamMLA.*": f"its kind of {_LATENT}",
+    r"DeepseekV32.*|GlmMoeDsa.*|Glm5Next.*|MiniMaxM3.*|MistralLarge4.*": _SPARSE,
     r"DeepseekV4.*|KimiK3.*|HYV4.*": f"{_SPARSE}, and hyper-connections",
     r"KimiLinear.*|Bailing.*": f"{_STATE}, and {_LATENT}",
     r"Nemotron_?H.*|GraniteMoeHybrid.*|Lfm[23].*|OlmoHybrid.*": _STATE,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from weft.core.errors import CheckpointError
 from weft.kernels.arrays import numpy_dtype, to_torch
-from weft.kernels.float4 import MOST_EXPONENT, Float4
+from weft.kernels.float4 import BIAS, MOST_EXPONENT, Float4
 from weft.kernels.quantized import Quantized
 from weft.models.quant_config import FP8_METHODS, StoredWeights
 
@@ -31,7 +31,8 @@ WORD = 32  # bits of the integers that values are packed into
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that stands in each 4 bits of a word
 FLOATS = frozenset({"F16", "BF16", "F32"})
 FP8 = frozenset({"F8_E4M3"})
-BYTES = frozenset({"U8", "F8_E8M0"})
+EXPONENTS = frozenset({"F8_E8M0"})
+BYTES = frozenset({"U8"}) | EXPONENTS
 INT32, INT8, INT64 = frozenset({"I32"}), frozenset({"I8"}), frozenset({"I64", "I32"})
 
 
@@ -110,7 +111,8 @@ def parts_of(stored: StoredWeights, rows: int, columns: int) -> dict[str, Expect
                 "g_idx": ExpectedTensor((columns,), INT32, optional=True),
             }
         case "float-quantized" | "fp8" if stored.block_rows:
-            scale = ExpectedTensor((-(-rows // stored.block_rows), groups), FLOATS)
+            shape = (-(-rows // stored.block_rows), groups)
+            scale = ExpectedTensor(shape, FLOATS | EXPONENTS)
             return {"weight": ExpectedTensor((rows, columns), FP8), mark: scale}
         case "mxfp4-pack-quantized":
             return {
@@ -237,6 +239,8 @@ def float8_scales(stored: StoredWeights, tensors: Mapping[str, Numbers], rows: i
         raise CheckpointError(f"{wrong} numbers are NaN: they did not fit into FP8")
     name = "weight_scale" if "weight_scale" in tensors else "weight_scale_inv"
     scales = tensors[name].astype(np.float32)
+    if tensors[name].dtype == np.uint8:  # UE8M0: exponents, of which the largest stands for NaN
+        scales = np.where(scales == 255, np.nan, np.exp2(scales - BIAS)).astype(np.float32)
     given = [scales]
     if stored.inputs == "tensor":
         given.append(tensors["input_scale"].astype(np.float32).reshape(1))

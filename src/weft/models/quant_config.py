@@ -167,7 +167,7 @@ def _gptq(config: ConfigReader) -> StoredWeights:
 def _fp8(config: ConfigReader) -> StoredWeights:
     """FP8 with one scale a weight, as AutoFP8 writes it, or one a block (DeepSeek-V3, Qwen3)."""
     config.choice("fmt", "e4m3", ("e4m3", "float8_e4m3fn"))
-    config.choice("scale_fmt", "float", ("float",))
+    config.choice("scale_fmt", "float", ("float", "ue8m0"))  # powers of two, also as exponents
     config.choice("expert_dtype", "fp8", ("fp8",))
     config.ignore(*_FP8_IGNORED.split())
     scheme = config.choice("activation_scheme", "dynamic", ("dynamic", "static"))

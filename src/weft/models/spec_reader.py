@@ -45,21 +45,20 @@ def spec_from_config(config: Mapping[str, Any], max_model_len: int | None = None
     listed = isinstance(architectures, list) and architectures
     name = short(architectures[0] if listed else config.get("model_type", ""), SHOWN)
     name, head = _decoder_of(name)
+    if name not in BY_ARCHITECTURE and name.replace("_", "") in BY_ARCHITECTURE:
+        name = name.replace("_", "")  # as transformers saves Kimi_K25
     found = BY_ARCHITECTURE.get(name) or (None if architectures else BY_MODEL_TYPE.get(name))
     if found is None:
         raise UnsupportedModelError(_unsupported(name), param="architectures")
     reader = ConfigReader(config)
     family, read = found
     spec = read(reader, max_model_len)
-    spec = replace(spec, family=family.name, stored_weights=read_stored_weights(reader))
+    stored = read_stored_weights(reader) or spec.stored_weights
+    spec = replace(spec, family=family.name, stored_weights=stored)
     spec = replace(spec, sigmoid_scores=read_activation(reader))
     if head == "score":
         _check_labels(reader)
     reader.finish()
-    if spec.latent is not None and spec.stored_weights is not None:
-        method = spec.stored_weights.method
-        why = "of models with latent attention floats load, which quantize int8 or int4 rounds"
-        reader.refuse("quantization_config", method, why)
     _check_experts(reader, spec)
     if head != "tokens":
         spec = without_head(spec, head)

@@ -1,5 +1,6 @@
 // What precedes latent attention, in its absorbed form (DeepSeek-V2 2024, appendix C).
 
+#include <cmath>
 #include <cstring>
 
 #include "dispatch.hpp"
@@ -14,7 +15,8 @@ class LatentPre {
  public:
   LatentPre(const Layer& layer, const char* residual, int64_t tokens, const float* cos,
             const float* sin, int64_t half, char* qkv)
-      : layer_(layer), tokens_(tokens), cos_(cos), sin_(sin), half_(half),
+      : layer_(layer), tokens_(tokens), cos_(cos), sin_(sin), stride_(half),
+        half_(layer.own_query_angles ? half / 2 : half),
         in_(rows_of(residual, hidden_, type_)), out_(rows_of(qkv, layer.columns(), type_)) {
     static thread_local KeptMemory kept;
     project_.cut(threads_);
@@ -56,9 +58,15 @@ class LatentPre {
     absorb_.out = {out_.data + latent_.rotated * size_, out_.stride};
   }
 
-  void rotate(int64_t token, char* numbers) const {
-    kernels_.rotate(type_, nullptr, cos_ + token * half_, sin_ + token * half_, half_, numbers,
-                    latent_.rotated);
+  void rotate(int64_t token, int64_t first, char* numbers) const {
+    const int64_t at = token * stride_ + first;
+    kernels_.rotate(type_, nullptr, cos_ + at, sin_ + at, half_, numbers, latent_.rotated);
+  }
+
+  // What the angles of a token's queries are multiples of those of its key by.
+  float query_factor(int64_t token) const {
+    const float *const c = cos_ + token * stride_, *const s = sin_ + token * stride_;
+    return std::fabs(c[0]) >= std::fabs(s[0]) ? c[half_] / c[0] : s[half_] / s[0];
   }
 
   // The row, which is written as key and as value, and what queries are made of.
@@ -67,7 +75,7 @@ class LatentPre {
     const char* const row = joint + (layer_.qkv->outputs() - layer_.head_size) * size_;
     char* const key = out_.row(token) + layer_.heads * row_bytes_;
     std::memcpy(key, row + rank_ * size_, latent_.rotated * size_);
-    rotate(token, key);
+    rotate(token, 0, key);
     kernels_.norm(type_, {latent_.row_norm, latent_.epsilon}, row, nullptr,
                   key + latent_.rotated * size_, rank_);
     std::memcpy(key + row_bytes_, key, row_bytes_);
@@ -78,11 +86,13 @@ class LatentPre {
   }
 
   void rotate_queries(int64_t token) const {
+    const float factor = layer_.own_query_angles ? query_factor(token) : 1.0f;
     for (int64_t head = 0; head < layer_.heads; ++head) {
       char* const to = out_.row(token) + head * row_bytes_;
-      std::memcpy(to, queries_.row(token) + head * absorb_.x_step + plain_ * size_,
-                  latent_.rotated * size_);
-      rotate(token, to);
+      char* const query = queries_.row(token) + head * absorb_.x_step;
+      std::memcpy(to, query + plain_ * size_, latent_.rotated * size_);
+      rotate(token, stride_ - half_, to);
+      if (layer_.own_query_angles) kernels_.scale(type_, factor, query, nullptr, query, plain_);
     }
   }
 
@@ -91,7 +101,7 @@ class LatentPre {
   const Latent& latent_ = *layer_.latent;
   const int64_t tokens_;
   const float *const cos_, *const sin_;
-  const int64_t half_;
+  const int64_t stride_, half_;  // numbers of a token, and those of a head
   const DType type_ = layer_.type();
   const int64_t size_ = size_of(type_), hidden_ = layer_.qkv->inputs();
   const int64_t row_bytes_ = layer_.head_size * size_;
