@@ -91,6 +91,11 @@ ROLES = {
         "q keys* values* tables* items* partial_sums* partial_stats*",
         "out partial_sums* partial_stats*",
     ),
+    "_latent_rows": (
+        "x row_scale scale_of_x bias cos sin row_norm query_norm slot_mapping",
+        "cache* queries query_scales",
+    ),
+    "_heads": ("x* row_scale scale_of_x bias weights cos sin", "out*"),
     "_route": ("scores row_scale scale bias", "shares experts"),
     "_blocks": ("starts", "experts firsts"),
     "_grouped": ("x w* row_scale scale* share order starts experts firsts", "out"),
@@ -176,13 +181,22 @@ class Counter:
                 return batch * tensor[:1].numel() * tensor.itemsize
             case "_rotate":
                 return batch * given["KV_HEADS"] * tensor.shape[-1] * tensor.itemsize
+            case "_latent_rows":
+                return batch * tensor.shape[-1] * tensor.itemsize
+            case "_heads":  # of rows, that have other numbers beside those of heads
+                heads, early = len(given["weights"]), 2 * given["R"]
+                read = (given["K"] + early) * (given["SPLITS"] if given["SPLITS"] > 1 else 1)
+                each = read if part == "x*" else given["OUT"] + early
+                return batch * heads * each * tensor.itemsize
             case "_gather_rows":
                 return batch * size_of(tensor) // given["N"]
             case "_grouped" | "grouped_codes":
                 return round(size_of(tensor) * self._chosen(len(tensor)))
         if part in ("keys*", "values*"):
             seen = min(context, given["WINDOW"] or context)
-            heads = given["HEADS"] // given["GROUP"]
+            heads = tensor.shape[1]
+            if part == "values*" and given["VALUE"] < given["DIM"]:
+                return 0  # the ends of keys
             return batch * seen * heads * tensor.shape[-1] * tensor.itemsize
         if part == "tables*":
             return batch * -(-context // BLOCK) * tensor.itemsize
@@ -211,7 +225,10 @@ class Counter:
             return 2 * len(given["order"]) * given["N"] * given["K"] * halves
         if kernel == "decode_kernel":
             seen = min(self._case.context, given["WINDOW"] or self._case.context)
-            return 4 * self._case.batch * seen * given["HEADS"] * given["DIM"]
+            each = given["DIM"] + given["VALUE"]
+            return 2 * self._case.batch * seen * given["HEADS"] * each
+        if kernel == "_heads":
+            return 2 * given["weights"].numel() * self._case.batch
         return 0
 
 

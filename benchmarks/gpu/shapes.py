@@ -44,6 +44,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 32768,
         "tie_word_embeddings": False, "hidden_act": "silu",
     },
+    "deepseek-v2-lite": {
+        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2",
+        "hidden_size": 2048, "num_hidden_layers": 27, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "q_lora_rank": None, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_routed_experts": 64,
+        "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1,
+        "topk_method": "greedy", "norm_topk_prob": False, "routed_scaling_factor": 1.0,
+        "vocab_size": 102400, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+        "max_position_embeddings": 32768, "tie_word_embeddings": False, "hidden_act": "silu",
+    },
     "tiny": {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -68,7 +68,8 @@ class PagedRunner:
             free = list(range(blocks))
             shuffle.shuffle(free)
             kind = numpy_dtype(decoder.dtype)
-            keys, values = (self._wrap(np.full(shape, np.nan, kind)) for _ in range(2))
+            arrays = [self._wrap(np.full(shape, np.nan, kind)) for _ in range(group.arrays)]
+            keys, values = arrays[0], arrays[-1]
             self.groups.append(_Group(group.window, block_size, keys, values, free))
         self._states = None
         if decoder.spec.states is not None:
@@ -140,6 +141,7 @@ class PagedRunner:
                 window=params.window,
                 softcap=params.softcap,
                 sinks=self.decoder.sinks(layer),
+                value_dim=params.value_dim,
             )
 
         return attend

@@ -13,6 +13,8 @@ from weft.kernels.triton.tiles import Heads
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 BLOCK = 16
 SIZES = ["4x64", "4x128", "4x256", "4x512", "1x80", "1x96", "7x128", "16x192", "71x64"]
+# Rows of 64 numbers of keys alone and a latent: DeepSeek V2 Lite, GLM-4.7-Flash, V3, MiniCPM3.
+LATENT = ["16x64+512", "20x64+512", "128x64+512", "40x32+256"]
 LIMITED = ["2x128/4096/50", "2x256/4096/50"]  # a window and a soft cap, as Gemma 2 has them
 EVERY = [
     *(f"bfloat16/{cache}/{size}" for cache in ("bfloat16", "fp8") for size in SIZES),
@@ -21,11 +23,15 @@ EVERY = [
     *("bfloat16/int8/4x128", "float16/float16/4x128", "float16/int8/4x128"),
     *(f"float32/float32/{size}" for size in SIZES),
     "bfloat16/bfloat16/8x64/128/0/sinks",  # as gpt-oss has them
+    *(f"bfloat16/{cache}/{size}" for cache in ("bfloat16", "fp8", "int8") for size in LATENT),
+    *("float16/float16/16x64+512", "float32/float32/16x64+512"),
 ]
 
 
 def launch(capability: int, *shapes: str, e4m3_from: int = 89) -> None:
     """Launch all kernels for shapes such as ``bfloat16/fp8/4x128``: type, KV, group x head size.
+
+    Heads ``16x64+512`` share a latent row of 512 numbers behind 64 of the key alone.
 
     ``bfloat16/fp8/4x128/4096/50`` has a window of 4096 tokens and scores capped at 50, too; with
     ``/sinks`` behind them there are sinks, and 0 is no cap.
@@ -44,9 +50,11 @@ def launch(capability: int, *shapes: str, e4m3_from: int = 89) -> None:
 def heads_of(shape: str) -> Heads:
     """The heads of a shape."""
     dtype, cache, sizes, *_ = shape.split("/")
-    group, dim = map(int, sizes.split("x"))
+    group, dims = sizes.split("x")
+    before, *latent = map(int, dims.split("+"))
     stored = KV_DTYPES.get(cache) or getattr(torch, cache)
-    return Heads(8, group, dim, getattr(torch, dtype), stored)
+    types = getattr(torch, dtype), stored
+    return Heads(1 if latent else 8, int(group), sum(latent, before), *types, *latent)
 
 
 def launch_as_if_with_e4m3(capability: int) -> None:
@@ -85,4 +93,5 @@ def launch_shape(
         window=None if window is None else int(window),
         softcap=float(softcap or 0) or None,
         sinks=None if sinks is None else torch.empty(group * kv_heads),
+        value_dim=heads.value_dim,
     )  # fmt: skip

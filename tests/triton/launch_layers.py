@@ -9,6 +9,7 @@ from weft.kernels.block_arrays import BlockArrays, block_pairs
 from weft.kernels.hosted import HostWord
 from weft.kernels.kv_storage import KV_DTYPES, row_size
 from weft.kernels.lanes import MOST_LOOKS, LaneOutbox, LaneState, TicketRule
+from weft.kernels.parts import LatentParts
 from weft.kernels.routing import Routing
 from weft.kernels.sampling import SETTINGS, RowState, SampleBatch
 from weft.kernels.triton import (
@@ -18,6 +19,7 @@ from weft.kernels.triton import (
     embedding,
     hosted,
     lanes,
+    latent,
     norm,
     pdl,
     peer_sum,
@@ -44,6 +46,7 @@ def launch(capability: int) -> None:
     launch_rows(torch.bfloat16)
     launch_gates(torch.bfloat16)
     launch_heads(torch.bfloat16)
+    launch_latent(torch.bfloat16)
     launch_choice()
     launch_copies()
     launch_lanes(torch.bfloat16)
@@ -108,6 +111,26 @@ def launch_heads(dtype: torch.dtype) -> None:
         places = rope.Places(*caches, torch.zeros(TOKENS, dtype=torch.int64), BLOCK)
         for product in (x, split((HEADS + 2 * KV_HEADS) * DIM, dtype)):
             rope.rotate(product, HEADS, KV_HEADS, cos, sin, heads, places)
+
+
+def launch_latent(dtype: torch.dtype) -> None:
+    """Layers of DeepSeek V3 and V2 Lite, whose queries have a latent and none, in every KV type."""
+    launches = Heuristic(132, 99 * 1024)
+    cos, sin = torch.empty(2, TOKENS, 32).unbind()
+    for heads, queries in ((128, 1536), (16, None)):
+        up, norms = None, torch.empty(1536, dtype=dtype)
+        if queries is not None:
+            up = TritonMatrix(torch.empty(heads * 192, queries, dtype=dtype), None, dtype, launches)
+        weights = torch.empty(heads, 512, 128, dtype=dtype)
+        parts = LatentParts(64, 1e-6, up, norms, norms[:512], weights, weights.mT.contiguous())
+        bound, width = latent.LatentHeads(parts, heads), (queries or heads * 192) + 576
+        for kind in (dtype, *KV_DTYPES.values()):
+            cache = torch.empty(4, 1, BLOCK, row_size(kind, 576), dtype=kind)
+            places = rope.Places(cache, cache, torch.zeros(TOKENS, dtype=torch.int64), BLOCK)
+            for product in (torch.empty(TOKENS, width, dtype=dtype), split(width, dtype)):
+                bound.queries(product, cos, sin, places)
+        for tokens in (TOKENS, 64):
+            bound.outputs(torch.empty(tokens, heads, 576, dtype=dtype))
 
 
 def launch_copies() -> None:

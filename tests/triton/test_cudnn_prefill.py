@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ from weft.kernels.triton.cudnn_prefill import (
     step_bytes,
 )
 from weft.kernels.triton.launch import power_of_2
-from weft.kernels.triton.tiles import by_rule, launches
+from weft.kernels.triton.tiles import Heads, by_rule, launches
 from weft.kernels.triton.tuned import Trial
 from weft.kernels.tuning import PREFILL, Heuristic, LaunchShape, Pinned
 from weft.kernels.unavailable import KernelUnavailable
@@ -44,8 +45,7 @@ class Asking(Trial):
     def attention(self, shape: LaunchShape) -> Any:
         if shape.op != PREFILL:
             return None
-        kv_heads, group, dim = shape.sizes
-        heads = cudnn_prefill.Heads(kv_heads, group, dim, torch.bfloat16, torch.bfloat16)
+        heads = Heads.of(shape.sizes, torch.bfloat16, torch.bfloat16)
         return launches(by_rule(heads, None, 99 * 1024))[PREFILL] | {CUDNN: self._asks}
 
 
@@ -167,6 +167,16 @@ def test_what_it_does_not_serve_is_refused_with_the_remedy(shape: Shape, words: 
     case = make_case([(20, 0)], shape)
     with pytest.raises(KernelUnavailable, match=f"does not serve .*{words}.*; take CUDNN out of"):
         case.run(PrefillByCudnn(Asking(), pretended_cudnn.module))
+
+
+def test_latent_attention_is_refused_with_the_remedy() -> None:
+    case = make_case([(20, 0)], replace(HALVES, kv_heads=1))
+    words = r"does not serve latent attention \(MLA\); take CUDNN out of"
+    with pytest.raises(KernelUnavailable, match=words):
+        case.run(partial(PrefillByCudnn(Asking(), pretended_cudnn.module), value_dim=16))
+    latent = Heads(1, 16, 576, torch.bfloat16, torch.bfloat16, 512)
+    with pytest.raises(KernelUnavailable, match=words):
+        step_bytes(latent, (4, 64, 8), 16, torch.device("meta"), pretended_cudnn.module)
 
 
 def test_a_missing_library_is_named_with_the_remedy(monkeypatch) -> None:

@@ -29,6 +29,8 @@ FAMILIES = [
     "gpt-oss",
     "glm4-moe",
     "qwen2-moe",
+    "youtu-one-query-matrix",
+    "deepseek-v3",
 ]
 FAMILIES += [pytest.param(name, marks=deep_on_cpu) for name in ("qwen2-window", "phi4-partial")]
 DEEP = (
@@ -44,6 +46,8 @@ DEEP = (
 )
 DEEP += ("glm4-moe-groups", "minimax-m2-moe", "mixtral-moe-window", "qwen2-moe-mixed", "ernie-moe")
 DEEP += ("olmoe", "dots1-moe-windows", "granite-moe", "granite-moe-shared", "exaone-moe", "hy3-moe")
+DEEP += ("youtu", "deepseek-v3-yarn", "deepseek-v2", "deepseek-v2-lite", "glm-flash")
+DEEP += ("glm-flash-groups",)
 FAMILIES += [pytest.param(name, marks=deep_on_cpu) for name in DEEP]
 # Two rows of other lengths, then one token for each of them beside the prompt of a third.
 STEPS: list[Rows] = [
@@ -70,7 +74,7 @@ def test_logits_are_those_of_plain_torch(name, tmp_path) -> None:
     plain, decoder = decoders
     whole = all(fusable(decoder.spec, layer, decoder.ops.fused) for layer in decoder.spec.layers)
     expected, runners = PagedRunner(plain), [PagedRunner(decoder, bound=whole)]
-    if name == "qwen3-full":
+    if name in ("qwen3-full", "deepseek-v3"):
         runners.append(PagedRunner(decoder))
     for rows in STEPS:
         truth = torch.cat(expected.step(rows))

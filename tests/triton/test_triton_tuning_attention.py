@@ -107,19 +107,23 @@ def test_a_launch_that_attention_cannot_have_does_not_start(op, change, words, t
 
 @pytest.mark.parametrize("kind", ["float32", "int8 KV in bfloat16", "fp8 KV in float16"])
 def test_the_heads_of_a_shape_are_its_own(kind) -> None:
-    shape = LaunchShape(DECODE, kind, (2, 4, 64))
-    assert tuned_attention.heads_of(shape).shape(DECODE) == shape
+    for sizes in ((2, 4, 64), (1, 16, 576, 512)):
+        shape = LaunchShape(DECODE, kind, sizes)
+        assert tuned_attention.heads_of(shape).shape(DECODE) == shape
 
 
 @pytest.mark.parametrize("op", [DECODE, PREFILL])
-@pytest.mark.parametrize("kind", ["float32", "fp8 KV in float32"])
-def test_attention_is_measured_with_each_launch(op, kind, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [("float32", (2, 3, 16)), ("fp8 KV in float32", (2, 3, 16)), ("float32", (1, 3, 24, 16))],
+)
+def test_attention_is_measured_with_each_launch(op, kind, sizes, monkeypatch) -> None:
     """The clock is made up; the kernels run, and the launch that is faster in sum is taken."""
     few = (tuned_attention.Rows(1, 1, 40), tuned_attention.Rows(3, 1, 20))
     more = (tuned_attention.Rows(1, 40, 40), tuned_attention.Rows(2, 20, 50))
     monkeypatch.setattr(tuned_attention, "DECODES", few)
     monkeypatch.setattr(tuned_attention, "PREFILLS", more)
-    shape = LaunchShape(op, kind, (2, 3, 16))
+    shape = LaunchShape(op, kind, sizes)
     rule, *others = tuned_attention.launches_to_measure(shape, KNOWN["h100"], 40)
     launches = [rule, *(next(x for x in others if x["BLOCK_N"] == size) for size in (16, 128))]
     cuts = {"SPLITS": (8,), "LEAST": (rule.get("LEAST", 0), 256), "PROGRAMS": (1,)}
@@ -150,7 +154,7 @@ def test_attention_is_measured_with_each_launch(op, kind, monkeypatch) -> None:
 
 @pytest.mark.parametrize("op", [DECODE, PREFILL])
 @pytest.mark.parametrize("kind", ["bfloat16", "int8 KV in bfloat16"])
-@pytest.mark.parametrize("sizes", [(4, 7, 128), (8, 2, 256), (1, 71, 64)])
+@pytest.mark.parametrize("sizes", [(4, 7, 128), (8, 2, 256), (1, 71, 64), (1, 128, 576, 512)])
 def test_few_launches_of_attention_are_worth_measuring(op, kind, sizes) -> None:
     """Those that fit the shared memory and the registers, the nearest to the rule's first."""
     shape, gpu = LaunchShape(op, kind, sizes), KNOWN["h100"]
@@ -160,11 +164,13 @@ def test_few_launches_of_attention_are_worth_measuring(op, kind, sizes) -> None:
     assert 10 < len(found) <= MOST
     assert len({str(sorted(launch.items())) for launch in found}) == len(found)
     assert len({(x["BLOCK_N"], x["num_warps"]) for x in found}) > 2
-    rows = plan(heads, None, gpu.shared_bytes, major=9).decode.block_m
+    rule, width = plan(heads, None, gpu.shared_bytes, major=9), sizes[-1]
     for launch in found:
-        assert heads.group <= launch.get("BLOCK_M", rows)
-        assert launch.get("BLOCK_M", rows) * sizes[2] <= 128 * 32 * launch["num_warps"]
-        assert 2 * launch["BLOCK_N"] * sizes[2] * heads.cache_dtype.itemsize <= gpu.shared_bytes
+        rows = launch.get("BLOCK_M", rule.decode.block_m)
+        assert rule.group <= rows
+        assert rows * width <= 128 * 32 * launch["num_warps"]
+        row = heads.loaded * heads.cache_dtype.itemsize
+        assert launch["BLOCK_N"] * row <= gpu.shared_bytes
 
 
 def test_attention_is_compiled_before_it_is_measured(tmp_path) -> None:

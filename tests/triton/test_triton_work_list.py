@@ -19,7 +19,7 @@ from weft.kernels.triton.tiles import Plan, Tile
 from weft.kernels.triton.work_list import turn_of, turns_of, work_list
 
 FEW, LEAST, SPLITS, BLOCK_N = 3, 32, 4, 16
-PLAN = Plan(FEW, SPLITS, LEAST, 1, Tile(16, BLOCK_N, 4, 1), Tile(16, BLOCK_N, 4, 1))
+PLAN = Plan(1, FEW, SPLITS, LEAST, 1, Tile(16, BLOCK_N, 4, 1), Tile(16, BLOCK_N, 4, 1))
 # Rows of (tokens, earlier tokens): one of a very long context beside many short ones, several of
 # equal length, empty ones, and one of too many tokens.
 SKEWED = [(1, 40), (1, 1900), *[(1, 30)] * 9, (0, 0), (2, 100), (4, 300), (0, 0), *[(3, 61)] * 8]

@@ -120,7 +120,7 @@ def check_heads(
     cache = cache_dtype(config.kv_name(dtype))
     for sizes in _heads(spec):
         try:
-            plan_on(Heads(*sizes, kind, cache), where, tuning=ops.tuning)
+            plan_on(Heads.of(sizes, kind, cache), where, tuning=ops.tuning)
         except ValueError as error:
             raise KernelError(f"{error}; kernels='reference' serves all (slow)") from error
 
@@ -147,7 +147,7 @@ def prefill_bytes(
 
     step = config.max_num_seqs, config.max_num_batched_tokens, pages
     kinds = getattr(torch, dtype), cache_dtype(config.kv_name(dtype))
-    every = [Heads(*sizes, *kinds) for sizes in _heads(spec)]
+    every = [Heads.of(sizes, *kinds) for sizes in _heads(spec)]
     try:
         return sum(
             step_bytes(heads, step, config.block_size, torch.device(device))
@@ -196,11 +196,12 @@ def attention_shapes(config: EngineConfig, spec: ModelSpec, dtype: str) -> list[
     return [LaunchShape(op, kind, heads) for op in (DECODE, PREFILL) for heads in sizes]
 
 
-def _heads(spec: ModelSpec) -> list[tuple[int, int, int]]:
-    """KV heads, query heads of each, and their size, of every kind that layers have."""
+def _heads(spec: ModelSpec) -> list[tuple[int, ...]]:
+    """KV heads, query heads of each, their size, and that of latents, of every kind of layers."""
+    latent = () if spec.latent is None else (spec.latent.rank,)
     return sorted(
         {
-            (group.num_kv_heads, spec.num_heads // group.num_kv_heads, group.head_dim)
+            (group.num_kv_heads, spec.num_heads // group.num_kv_heads, group.head_dim, *latent)
             for group in spec.kv_groups
         }
     )

@@ -147,6 +147,7 @@ def attend_over(
             window=params.window,
             softcap=params.softcap,
             sinks=decoder.sinks(layer),
+            value_dim=params.value_dim,
         )
 
     return attend

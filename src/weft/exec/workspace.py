@@ -151,16 +151,23 @@ def _exchange_bytes(spec: ModelSpec, element: int, rows: int, hidden: int) -> in
 
 def _attention_bytes(spec: ModelSpec, number: int, sizes: StepSizes, tokens: int) -> int:
     """The sums of splits, and two numbers beside each, until they are merged."""
-    layer = spec.layers[number]
-    few = max(1, ATTENTION_HEADS * layer.num_kv_heads // spec.num_heads)  # tokens of a row
+    few = max(1, ATTENTION_HEADS // _together(spec, number))  # tokens of a row
     places = min(tokens, sizes.rows * few)
-    return places * spec.num_heads * ATTENTION_SPLITS * (layer.head_dim + 2) * FLOAT
+    value = spec.layers[number].head_dim if spec.latent is None else spec.latent.rank
+    return places * spec.num_heads * ATTENTION_SPLITS * (value + 2) * FLOAT
+
+
+def _together(spec: ModelSpec, number: int) -> int:
+    """Query heads of a tile: those of a KV head, or of latent attention a divisor of all heads."""
+    if spec.latent is None:
+        return spec.num_heads // max(1, spec.layers[number].num_kv_heads)
+    return max(n for n in range(1, ATTENTION_HEADS + 1) if spec.num_heads % n == 0)
 
 
 def _list_bytes(spec: ModelSpec, rows: int) -> int:
-    """The parts of all rows' contexts, and for each KV head how many of a row's are computed."""
-    heads = max(layer.num_kv_heads for layer in spec.layers)
-    row = ATTENTION_SPLITS * LISTED_BYTES + heads * FLOAT
+    """The parts of all rows' contexts, and how many of a row's are computed for a tile of heads."""
+    tiles = max(spec.num_heads // _together(spec, number) for number in range(spec.num_layers))
+    row = ATTENTION_SPLITS * LISTED_BYTES + tiles * FLOAT
     return len(spec.kv_groups) * (rows * row + LISTED_BYTES)
 
 
@@ -182,7 +189,13 @@ def _layer_width(spec: ModelSpec, number: int) -> int:
     """Numbers that a layer makes of a token."""
     layer, hidden = spec.layers[number], spec.hidden_size
     heads = spec.num_heads + 2 * layer.num_kv_heads
-    width = 6 * hidden + 2 * (heads + spec.num_heads) * layer.head_dim
+    width = 6 * hidden
+    if spec.latent is None:
+        width += 2 * (heads + spec.num_heads) * layer.head_dim
+    else:  # queries, their latent, absorbed ones with the row; what was attended, and outputs
+        latent = spec.latent
+        width += 2 * (latent.query_rank or 0) + (heads + spec.num_heads + 1) * layer.head_dim
+        width += spec.num_heads * (latent.query_dim + latent.value_dim)
     width += 3 * layer.intermediate_size
     if layer.moe and spec.moe is not None:
         width += spec.moe.top_k * (3 * spec.moe.intermediate_size + 2 * hidden)

@@ -246,6 +246,7 @@ class PagedAttention(Protocol):
         window: int | None,
         softcap: float | None,
         sinks: Array | None = None,
+        value_dim: int | None = None,
     ) -> Array: ...
 
 

@@ -261,6 +261,7 @@ def paged_attention(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None = None,
+    value_dim: int | None = None,  # noqa: ARG001 - for kernels that compute nothing else
 ) -> Tensor:
     """Write K and V at the batch's slots, then attend causally over each row's context.
 
@@ -275,6 +276,8 @@ def paged_attention(
         scale: factor on the scores; ``softcap`` c then maps a score s to c * tanh(s / c).
         sinks: [H] float32, for each query head a further score, whose value is 0 (Xiao et al. 2023;
             as learnt numbers in gpt-oss).
+        value_dim: of latent attention, where ``k_cache`` and ``v_cache`` are one array of one KV
+            head: so many last numbers of each head's result are wanted, and others may be anything.
 
     Returns:
         [T, H, D] in the dtype of q.

@@ -64,7 +64,7 @@ class LaunchShape:
         op: ``gemm``, ``GATED``, ``moe_gate_up``, ``moe_down``, ``DECODE`` or ``PREFILL``.
         kind: how the weight is stored and multiplied, ``Matrix.kind``; of attention ``kv_kind``.
         sizes: outputs and inputs of the matrix, of experts their number in front; of attention the
-            KV heads, the query heads of each, and their size.
+            KV heads, the query heads of each, their size, and of latent attention that of values.
     """
 
     op: str

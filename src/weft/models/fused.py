@@ -26,7 +26,6 @@ def fusable(spec: ModelSpec, layer: LayerSpec, fused: Fused, ranks: int = 1) -> 
     plain = plain and not (spec.value_norm or spec.per_layer_input_size or spec.layer_scalars)
     plain = plain and spec.pre_norms and spec.residual_scale == 1.0
     plain = plain and not (spec.qk_norm_whole or spec.qk_norm_rotated)
-    plain = plain and spec.latent is None
     plain = plain and not (spec.norm_centred or spec.parallel_block)
     plain = plain and not spec.ropes[layer.rope].query_scales
     plain = plain and spec.post_norm_eps is None and not spec.embedding_norm

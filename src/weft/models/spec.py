@@ -199,6 +199,7 @@ class AttentionParams:
     scale: float
     window: int | None
     softcap: float | None
+    value_dim: int | None = None  # of latent attention
 
 
 @dataclass(frozen=True)
@@ -384,6 +385,7 @@ class ModelSpec:
                 scale=self.attention_scale,
                 window=layer.window,
                 softcap=self.attention_softcap,
+                value_dim=None if self.latent is None else self.latent.rank,
             )
             for number, layer in enumerate(self.layers)
         )

@@ -27,6 +27,7 @@ def paged_attention(
     window: int | None,
     softcap: float | None,
     sinks: Array | None = None,
+    value_dim: int | None = None,  # noqa: ARG001 - whole rows are computed
 ) -> Array:
     """Write ``k`` and ``v`` at their slot_mapping, then attend causally; returns ``[T, H, D]`` like
     ``q``.
@@ -51,6 +52,7 @@ def paged_attention(
         scale: factor of the scores.
         window: a query at position p sees the positions in ``(p - window, p]``; None: all up to p.
         sinks: ``[H]`` float32, a further score for each query head, whose value is 0; None: none.
+        value_dim: how many last numbers of each head's result are wanted; all are computed.
         softcap: scores s become ``softcap * tanh(s / softcap)``; None: they stay.
 
     Raises:

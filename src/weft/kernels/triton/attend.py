@@ -3,6 +3,10 @@
 Both share one loop over keys and values, FlashAttention's (Dao 2023, algorithm 1), whose rows
 are the query heads of one KV head for some tokens: row m of a tile is head m % GROUP of token
 m // GROUP. Scores are kept in powers of 2.
+
+Latent attention has one row of the cache for all heads (DeepSeek-V2 2024, section 2.1): its last
+VALUE of DIM numbers are the value, and are loaded once. The numbers before them, which are of the
+key alone, have a product of their own.
 """
 
 from __future__ import annotations
@@ -21,15 +25,17 @@ LEAST_SCORE = tl.constexpr(-1e30)  # finite, so that a tile without a visible ke
 
 @triton.jit
 def attend(
-    q, query, keys, values, key_scales, value_scales, table, stride_kb, stride_vb,
+    q, of_keys, query, keys, values, key_scales, value_scales, table, stride_kb, stride_vb,
     first, start, plain, stop, scale, softcap,
-    DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    BLOCK_N: tl.constexpr, PLAIN: tl.constexpr,
+    DIM: tl.constexpr, VALUE: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """Return unnormalised sums [M, PADDED], largest scores [M] and sums of weights [M].
 
     Args:
-        q: [M, PADDED] queries, 0 beyond DIM; their type is that of the products' factors.
+        q: [M, PADDED] queries, 0 beyond VALUE; their type is that of the products' factors.
+        of_keys: [M, N] what queries have for the numbers that are of keys alone, 0 beyond
+            DIM - VALUE; not looked at if there are none.
         query: [M] positions of the queries; -1 sees nothing.
         keys, values, key_scales, value_scales: the cache from this head's part of block 0 on; the
             scales None or the same memory as float32.
@@ -43,43 +49,52 @@ def attend(
     if PLAIN:
         for at in tl.range(bound(start), bound(plain), BLOCK_N):
             sums, top, total = _step(
-                q, query, keys, values, key_scales, value_scales, table, stride_kb, stride_vb,
-                first, at, stop, scale, softcap, sums, top, total,
-                DIM, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_N, False,
+                q, of_keys, query, keys, values, key_scales, value_scales, table, stride_kb,
+                stride_vb, first, at, stop, scale, softcap, sums, top, total,
+                DIM, VALUE, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_N, False,
             )  # fmt: skip
         start = plain
     for at in tl.range(bound(start), bound(stop), BLOCK_N):
         sums, top, total = _step(
-            q, query, keys, values, key_scales, value_scales, table, stride_kb, stride_vb,
-            first, at, stop, scale, softcap, sums, top, total,
-            DIM, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_N, True,
+            q, of_keys, query, keys, values, key_scales, value_scales, table, stride_kb,
+            stride_vb, first, at, stop, scale, softcap, sums, top, total,
+            DIM, VALUE, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_N, True,
         )  # fmt: skip
     return sums, top, total
 
 
 @triton.jit
 def _step(
-    q, query, keys, values, key_scales, value_scales, table, stride_kb, stride_vb,
+    q, of_keys, query, keys, values, key_scales, value_scales, table, stride_kb, stride_vb,
     first, at, stop, scale, softcap, sums, top, total,
-    DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    DIM: tl.constexpr, VALUE: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Take BLOCK_N positions from ``at`` on into the running sums."""
+    BEFORE: tl.constexpr = DIM - VALUE  # numbers of a row that are of the key alone
     position = at + tl.arange(0, BLOCK_N)
     offset = position % BLOCK_SIZE
     dim = tl.arange(0, q.shape[1])[None, :]
     live = (position >= first) & (position < stop)
     if MASKED:
         block = tl.load(table + position // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
-        mask = live[:, None] & (dim < DIM)
+        there = live[:, None]
     else:
         block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
-        mask = (position >= 0)[:, None] & (dim < DIM)
-    row = (offset * DIM)[:, None] + dim
-    k = tl.load(keys + (block * stride_kb)[:, None] + row, mask=mask, other=0.0)
-    v = tl.load(values + (block * stride_vb)[:, None] + row, mask=mask, other=0.0)
-
-    scores = tl.dot(q, tl.trans(decode(k, q.dtype)), input_precision="ieee")
+        there = (position >= 0)[:, None]
+    row = (offset * DIM)[:, None]
+    at_keys = keys + (block * stride_kb)[:, None] + row
+    k = tl.load(at_keys + BEFORE + dim, mask=there & (dim < VALUE), other=0.0)
+    if BEFORE:
+        early = tl.arange(0, of_keys.shape[1])[None, :]
+        r = tl.load(at_keys + early, mask=there & (early < BEFORE), other=0.0)
+        v = decode(k, q.dtype)
+        scores = tl.dot(of_keys, tl.trans(decode(r, q.dtype)), input_precision="ieee")
+        scores = tl.dot(q, tl.trans(v), scores, input_precision="ieee")
+    else:
+        at_values = values + (block * stride_vb)[:, None] + row
+        v = tl.load(at_values + dim, mask=there & (dim < VALUE), other=0.0)
+        scores = tl.dot(q, tl.trans(decode(k, q.dtype)), input_precision="ieee")
     if key_scales is not None:
         scales = BLOCK_SIZE * DIM // 4 + offset
         factor = tl.load(key_scales + block * (stride_kb // 4) + scales, mask=live, other=0.0)
@@ -100,7 +115,8 @@ def _step(
     fade = tl.exp2(top - new_top)
     total = total * fade + tl.sum(weights, 1)
     if value_scales is not None:
-        factor = tl.load(value_scales + block * (stride_vb // 4) + scales, mask=live, other=0.0)
+        if BEFORE == 0:
+            factor = tl.load(value_scales + block * (stride_vb // 4) + scales, mask=live, other=0.0)
         if q.dtype == tl.float16:  # whose range small weights times small scales may leave
             v = (decode(v, tl.float32) * factor[:, None]).to(tl.float16)
         else:
@@ -138,15 +154,40 @@ def load_queries(
 
 
 @triton.jit
-def store_outputs(
-    out, x, start, token, real, head,
-    HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr,
+def load_rows(
+    q, start, token, count, head, stride_qt, stride_qh,
+    DIM: tl.constexpr, VALUE: tl.constexpr, PADDED: tl.constexpr, EARLY: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile that was laid out by ``load_queries`` in out [T, H, D]."""
+    """Return what ``load_queries`` does, and in front the numbers for keys alone [M, EARLY]."""
+    BEFORE: tl.constexpr = DIM - VALUE
+    x, tokens, real = load_queries(
+        q + BEFORE, start, token, count, head, stride_qt, stride_qh,
+        VALUE, PADDED, GROUP, BLOCK_M, TYPE,
+    )  # fmt: skip
+    early = x
+    if BEFORE:
+        early, _, _ = load_queries(
+            q, start, token, count, head, stride_qt, stride_qh, BEFORE, EARLY, GROUP, BLOCK_M, TYPE
+        )
+    return early, x, tokens, real
+
+
+@triton.jit
+def store_outputs(
+    out, x, start, token, real, head, first,
+    HEADS: tl.constexpr, DIM: tl.constexpr, VALUE: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Store a tile that was laid out by ``load_queries`` in the last VALUE of out [T, H, D].
+
+    Args:
+        first: of the VALUE numbers the first that is in the tile.
+    """
     m = tl.arange(0, x.shape[0])
-    dim = tl.arange(0, PADDED)[None, :]
+    dim = first + tl.arange(0, x.shape[1])[None, :]
     at = (start + token).to(tl.int64) * (HEADS * DIM) + (head * GROUP + m % GROUP) * DIM
-    tl.store(out + at[:, None] + dim, x.to(out.dtype.element_ty), mask=real[:, None] & (dim < DIM))
+    to = out + (DIM - VALUE) + at[:, None] + dim
+    tl.store(to, x.to(out.dtype.element_ty), mask=real[:, None] & (dim < VALUE))
 
 
 @triton.jit
@@ -172,14 +213,15 @@ def decode_kernel(
     items, arrived, out, partial_sums, partial_stats,
     rows, tokens, stride_qt, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_table,
     scale, softcap, sinks,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TYPE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE: tl.constexpr,
+    PADDED: tl.constexpr, EARLY: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, TYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr, SLICE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute the items of a list: each for every KV head is a piece of work.
 
     Grid: any number of programs, which share the work. A row of one split is finished at once; of
-    several, by whoever computes the last one. Tokens of no row become 0.
+    several, by whoever computes the last one, SLICE numbers at a time. Tokens of no row become 0.
     """
     FEW: tl.constexpr = BLOCK_M // GROUP
     KV_HEADS: tl.constexpr = HEADS // GROUP
@@ -193,9 +235,10 @@ def decode_kernel(
         first = low * 0
         if WINDOW:
             first = tl.maximum(context - count - (WINDOW - 1), 0)
-        x, token, real = load_queries(
-            q, start, 0, count, head, stride_qt, stride_qh, DIM, PADDED, GROUP, BLOCK_M, TYPE
-        )
+        early, x, token, real = load_rows(
+            q, start, 0, count, head, stride_qt, stride_qh,
+            DIM, VALUE, PADDED, EARLY, GROUP, BLOCK_M, TYPE,
+        )  # fmt: skip
         query = tl.where(real, context - count + token, -1)
         table = table_of(tables, table_start, stride_table, row)
         k_scales, v_scales = key_scales, value_scales
@@ -203,42 +246,49 @@ def decode_kernel(
             k_scales += head.to(tl.int64) * (stride_kh // 4)
             v_scales += head.to(tl.int64) * (stride_vh // 4)
         sums, top, total = attend(
-            x, query, keys + head.to(tl.int64) * stride_kh, values + head.to(tl.int64) * stride_vh,
+            x, early, query,
+            keys + head.to(tl.int64) * stride_kh, values + head.to(tl.int64) * stride_vh,
             k_scales, v_scales, table, stride_kb, stride_vb, first, low, low, high, scale, softcap,
-            DIM, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_N, False,
+            DIM, VALUE, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_N, False,
         )  # fmt: skip
         if splits == 1:
             result = divide(sums, top, total, real, sinks, head, GROUP)
-            store_outputs(out, result, start, token, real, head, HEADS, DIM, PADDED, GROUP)
+            store_outputs(out, result, start, token, real, head, 0, HEADS, DIM, VALUE, GROUP)
         else:
             m = tl.arange(0, BLOCK_M)
             dim = tl.arange(0, PADDED)[None, :]
             place = first_place(start, row, rows, tokens, FEW) + token
             at = (place.to(tl.int64) * HEADS + head * GROUP + m % GROUP) * SPLITS
-            mask = real[:, None] & (dim < DIM)
-            tl.store(partial_sums + (at + split)[:, None] * DIM + dim, sums, mask=mask)
+            mask = real[:, None] & (dim < VALUE)
+            tl.store(partial_sums + (at + split)[:, None] * VALUE + dim, sums, mask=mask)
             tl.store(partial_stats + (at + split) * 2, top, mask=real)
             tl.store(partial_stats + (at + split) * 2 + 1, total, mask=real)
             tl.debug_barrier()  # all threads have stored before one of them says so
             counter = arrived + row * KV_HEADS + head
             if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
                 tl.store(counter, 0)
-                whole, most, weight = merge(
-                    partial_sums, partial_stats, at, real, splits, DIM, PADDED, SPLITS
-                )
-                result = divide(whole, most, weight, real, sinks, head, GROUP)
-                store_outputs(out, result, start, token, real, head, HEADS, DIM, PADDED, GROUP)
+                for column in range(0, PADDED, SLICE):
+                    whole, most, weight = merge(
+                        partial_sums, partial_stats, at, real, splits, column, VALUE, SLICE, SPLITS
+                    )
+                    result = divide(whole, most, weight, real, sinks, head, GROUP)
+                    store_outputs(
+                        out, result, start, token, real, head, column, HEADS, DIM, VALUE, GROUP
+                    )
     clear(out, tl.load(query_start + rows) + program, tokens, programs, HEADS, DIM, 1024)
 
 
 @triton.jit
 def merge(
-    partial_sums, partial_stats, at, real, splits,
-    DIM: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr,
+    partial_sums, partial_stats, at, real, splits, first,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Return what splits have summed up at ``at`` [M], in their order, as ``attend`` does.
 
     It is read from the L2 cache, where other programs have written it.
+
+    Args:
+        first: of the DIM numbers of sums the first of WIDTH that are merged.
     """
     split = tl.arange(0, SPLITS)[None, :]
     every = partial_stats + (at[:, None] + split) * 2
@@ -247,12 +297,12 @@ def merge(
     totals = tl.load(every + 1, mask=whole, other=0.0, cache_modifier=".cg")
     top = tl.max(tops, 1)
     total = tl.sum(totals * tl.exp2(tops - top[:, None]), 1)
-    sums = tl.zeros([at.shape[0], PADDED], tl.float32)
+    sums = tl.zeros([at.shape[0], WIDTH], tl.float32)
     for i in range(0, bound(splits), 4):  # all of four is on its way before any of it is needed
-        a, score_a = _part(partial_sums, partial_stats, at, real, i, splits, DIM, PADDED)
-        b, score_b = _part(partial_sums, partial_stats, at, real, i + 1, splits, DIM, PADDED)
-        c, score_c = _part(partial_sums, partial_stats, at, real, i + 2, splits, DIM, PADDED)
-        d, score_d = _part(partial_sums, partial_stats, at, real, i + 3, splits, DIM, PADDED)
+        a, score_a = _part(partial_sums, partial_stats, at, real, i, splits, first, DIM, WIDTH)
+        b, score_b = _part(partial_sums, partial_stats, at, real, i + 1, splits, first, DIM, WIDTH)
+        c, score_c = _part(partial_sums, partial_stats, at, real, i + 2, splits, first, DIM, WIDTH)
+        d, score_d = _part(partial_sums, partial_stats, at, real, i + 3, splits, first, DIM, WIDTH)
         sums += a * tl.exp2(score_a - top)[:, None]
         sums += b * tl.exp2(score_b - top)[:, None]
         sums += c * tl.exp2(score_c - top)[:, None]
@@ -278,14 +328,15 @@ def divide(sums, top, total, real, sinks, head, GROUP: tl.constexpr):
 
 @triton.jit
 def _part(
-    partial_sums, partial_stats, at, real, split, splits, DIM: tl.constexpr, PADDED: tl.constexpr
+    partial_sums, partial_stats, at, real, split, splits, first,
+    DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """What one split has summed up [M, PADDED], and its largest scores [M]."""
+    """What one split has summed up [M, WIDTH], and its largest scores [M]."""
     there = real & (split < splits)
     score = tl.load(
         partial_stats + (at + split) * 2, mask=there, other=LEAST_SCORE, cache_modifier=".cg"
     )
-    dim = tl.arange(0, PADDED)[None, :]
+    dim = first + tl.arange(0, WIDTH)[None, :]
     mask = there[:, None] & (dim < DIM)
     where = partial_sums + (at + split)[:, None] * DIM + dim
     return tl.load(where, mask=mask, other=0.0, cache_modifier=".cg"), score
@@ -296,9 +347,10 @@ def prefill_kernel(
     q, keys, values, key_scales, value_scales, tables, table_start, query_start, seq_lens, out,
     rows, stride_qt, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_table,
     scale, softcap, sinks,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TYPE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FEW: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE: tl.constexpr,
+    PADDED: tl.constexpr, EARLY: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, TYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FEW: tl.constexpr,
 ):  # fmt: skip
     """Rows of more than FEW tokens, in tiles of BLOCK_M // GROUP tokens.
 
@@ -328,9 +380,10 @@ def prefill_kernel(
         first = tl.maximum(position - (WINDOW - 1), 0)
     low = first // BLOCK_N * BLOCK_N
     plain = low if WINDOW else (position + 1) // BLOCK_N * BLOCK_N
-    x, token, real = load_queries(
-        q, start, begin, count, head, stride_qt, stride_qh, DIM, PADDED, GROUP, BLOCK_M, TYPE
-    )
+    early, x, token, real = load_rows(
+        q, start, begin, count, head, stride_qt, stride_qh,
+        DIM, VALUE, PADDED, EARLY, GROUP, BLOCK_M, TYPE,
+    )  # fmt: skip
     query = tl.where(real, context - count + token, -1)
     table = table_of(tables, table_start, stride_table, row)
     keys += head.to(tl.int64) * stride_kh
@@ -339,9 +392,9 @@ def prefill_kernel(
         key_scales += head.to(tl.int64) * (stride_kh // 4)
         value_scales += head.to(tl.int64) * (stride_vh // 4)
     sums, top, total = attend(
-        x, query, keys, values, key_scales, value_scales, table, stride_kb, stride_vb,
+        x, early, query, keys, values, key_scales, value_scales, table, stride_kb, stride_vb,
         first, low, plain, stop, scale, softcap,
-        DIM, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_N, WINDOW == 0,
+        DIM, VALUE, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_N, WINDOW == 0,
     )  # fmt: skip
     result = divide(sums, top, total, real, sinks, head, GROUP)
-    store_outputs(out, result, start, token, real, head, HEADS, DIM, PADDED, GROUP)
+    store_outputs(out, result, start, token, real, head, 0, HEADS, DIM, VALUE, GROUP)

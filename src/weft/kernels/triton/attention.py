@@ -25,6 +25,7 @@ from weft.kernels.tuning import Tuning
 
 __all__ = ["paged_attention", "plan_for", "plan_on"]
 
+_MERGED = 16 * 512  # numbers of each of four splits that a program merges at once
 _FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -40,6 +41,7 @@ def paged_attention(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None = None,
+    value_dim: int | None = None,
     tuning: Tuning | None = None,
 ) -> Tensor:
     """Write K and V, then attend; see ``reference.paged_attention``.
@@ -52,6 +54,8 @@ def paged_attention(
             be contiguous.
         k_cache, v_cache: heads and blocks may lie anywhere, the bytes of one head of one block must
             lie together.
+        value_dim: of latent attention, one KV head whose values are the ends of its keys; ``v`` and
+            ``v_cache`` are those, and passed over.
         tuning: where tiles and splits come from; without one by rule.
 
     Raises:
@@ -59,6 +63,7 @@ def paged_attention(
         KernelUnavailable: the tuning is a file that has no launch for the shape; as above.
     """
     _check(q, k, v, k_cache, v_cache, batch)
+    _check_latent(q, k_cache, value_dim)
     if window is not None and window < 1:
         raise ValueError(f"window is {window}; it must be at least 1, or None")
     if batch.programs is not None and batch.programs < 1:
@@ -70,13 +75,16 @@ def paged_attention(
             f"sinks has shape {list(sinks.shape)} of {sinks.dtype}, expected [{q.shape[1]}] of "
             "float32"
         )
-    chosen = plan_for(q, k_cache, batch.max_query_len, tuning)
+    chosen = plan_for(q, k_cache, batch.max_query_len, tuning, value_dim)
     tokens, heads, dim = q.shape
     rows, out = len(batch.seq_lens), torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if rows == 0 or tokens == 0:
         return out.zero_()
     if k is not None and v is not None:
-        kv_write.write(k_cache, v_cache, k, v, batch.slot_mapping)
+        fresh = v if value_dim is None else None
+        kv_write.write(k_cache, v_cache, k, fresh, batch.slot_mapping)
+    value = dim if value_dim is None else value_dim
+    shared = chosen.group < heads // k_cache.shape[1]  # tiles of heads read the same rows
     common = {
         "q": q,
         "keys": _numbers(k_cache),
@@ -92,17 +100,19 @@ def paged_attention(
         "stride_qt": q.stride(0),
         "stride_qh": q.stride(1),
         "stride_kb": k_cache.stride(0),
-        "stride_kh": k_cache.stride(1),
+        "stride_kh": 0 if shared else k_cache.stride(1),
         "stride_vb": v_cache.stride(0),
-        "stride_vh": v_cache.stride(1),
+        "stride_vh": 0 if shared else v_cache.stride(1),
         "stride_table": batch.block_tables.stride(0),
         "scale": scale,
         "softcap": softcap or 1.0,
         "sinks": sinks,
         "HEADS": heads,
-        "GROUP": heads // k_cache.shape[1],
+        "GROUP": chosen.group,
         "DIM": dim,
-        "PADDED": padded(dim),
+        "VALUE": value,
+        "PADDED": padded(value),
+        "EARLY": padded(dim - value),
         "BLOCK_SIZE": batch.block_size,
         "WINDOW": window or 0,
         "SOFTCAP": softcap is not None,
@@ -115,7 +125,11 @@ def paged_attention(
 
 
 def plan_for(
-    q: Tensor, k_cache: Tensor, max_query_len: int | None, tuning: Tuning | None = None
+    q: Tensor,
+    k_cache: Tensor,
+    max_query_len: int | None,
+    tuning: Tuning | None = None,
+    value_dim: int | None = None,
 ) -> Plan:
     """Return how queries q [T, H, D] over a cache are computed. Raises as ``tiles.plan``."""
     heads, kv_heads = q.shape[1], k_cache.shape[1]
@@ -123,7 +137,7 @@ def plan_for(
         raise ValueError(
             f"{heads} query heads are no multiple of the {kv_heads} heads of the cache"
         )
-    found = Heads(kv_heads, heads // kv_heads, q.shape[2], q.dtype, k_cache.dtype)
+    found = Heads(kv_heads, heads // kv_heads, q.shape[2], q.dtype, k_cache.dtype, value_dim)
     return plan_on(found, q.device, max_query_len, tuning)
 
 
@@ -140,17 +154,18 @@ def plan_on(
 
 def _few(chosen: Plan, batch: AttentionMetadata, tokens: int, common: dict[str, Any]) -> None:
     """Compute rows of at most ``chosen.few`` tokens: their splits, which are listed once a step."""
-    rows, heads, dim = common["rows"], common["HEADS"], common["DIM"]
-    kv_heads, device = heads // common["GROUP"], common["q"].device
-    work = work_list(batch, chosen, kv_heads, common["WINDOW"])
+    rows, heads, value = common["rows"], common["HEADS"], common["VALUE"]
+    head_tiles, device = heads // chosen.group, common["q"].device
+    work = work_list(batch, chosen, head_tiles, common["WINDOW"])
     programs = batch.programs or chosen.programs * processors(device)
     places = min(tokens, rows * chosen.few)
-    sums = torch.empty(places, heads, chosen.splits, dim, dtype=torch.float32, device=device)
+    sums = torch.empty(places, heads, chosen.splits, value, dtype=torch.float32, device=device)
     stats = torch.empty(places, heads, chosen.splits, 2, dtype=torch.float32, device=device)
-    attend.decode_kernel[(min(programs, rows * kv_heads * chosen.splits),)](
+    attend.decode_kernel[(min(programs, rows * head_tiles * chosen.splits),)](
         **{name: x for name, x in common.items() if name != "seq_lens"},
         items=work.items, arrived=work.arrived, partial_sums=sums, partial_stats=stats,
         tokens=tokens, SPLITS=chosen.splits,
+        SLICE=min(common["PADDED"], _MERGED // chosen.decode.block_m),
         BLOCK_M=chosen.decode.block_m, BLOCK_N=chosen.decode.block_n,
         num_warps=chosen.decode.warps, num_stages=chosen.decode.stages, **pdl.options(device),
     )  # fmt: skip
@@ -208,6 +223,16 @@ def _check(
                 f"{name} has shape {list(fresh.shape)}, expected {[tokens, k_cache.shape[1], dim]}"
             )
     _check_batch(batch, tokens)
+
+
+def _check_latent(q: Tensor, k_cache: Tensor, value_dim: int | None) -> None:
+    """Raise ValueError unless values may be the last ``value_dim`` numbers of keys."""
+    if value_dim is None:
+        return
+    if not 0 < value_dim < q.shape[2]:
+        raise ValueError(f"value_dim is {value_dim}; it must be in 1 to {q.shape[2] - 1}, or None")
+    if k_cache.shape[1] != 1:
+        raise ValueError(f"with value_dim there is one KV head; k_cache has {k_cache.shape[1]}")
 
 
 def _check_batch(batch: AttentionMetadata, tokens: int) -> None:

@@ -28,6 +28,7 @@ from weft.kernels.unavailable import KernelUnavailable
 CUDNN = "CUDNN"  # of a launch of prefill attention in a tuning file: 1 asks for it
 MOST_DIM = 128  # of heads that cuDNN serves on every GPU from Ampere on
 INT32 = 4  # bytes
+LATENT = "latent attention (MLA)"
 REMEDY = f"take {CUDNN} out of the entry of the tuning file, or set tuning='heuristic'"
 
 
@@ -90,6 +91,7 @@ class PrefillByCudnn:
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None = None,
+        value_dim: int | None = None,
     ) -> Tensor:
         """See ``attention.paged_attention``.
 
@@ -97,24 +99,24 @@ class PrefillByCudnn:
             KernelUnavailable: the tuning asks for cuDNN, and it is missing or cannot compute this.
         """
         given: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-        given["sinks"] = sinks
-        if not self._asked(q, k_cache):
+        given |= {"sinks": sinks, "value_dim": value_dim}
+        if not self._asked(q, k_cache, value_dim):
             return self._attend(q, k, v, k_cache, v_cache, batch, **given)
-        few = plan_for(q, k_cache, batch.max_query_len, self._tuning).few
+        few = plan_for(q, k_cache, batch.max_query_len, self._tuning, value_dim).few
         if min(batch.max_query_len or len(q), len(q)) <= few:
             return self._attend(q, k, v, k_cache, v_cache, batch, **given)
-        check(q, k_cache, window, softcap, sinks)
+        check(q, k_cache, window, softcap, sinks, value_dim)
         key = PrefillByCudnn, few  # kept, as every layer reads its list of splits
         short = batch.derived.setdefault(key, replace(batch, max_query_len=few))
-        few = plan_for(q, k_cache, few, self._tuning).few
+        few = plan_for(q, k_cache, few, self._tuning, value_dim).few
         out = self._attend(q, k, v, k_cache, v_cache, short, **given)  # writes K and V as well
         return self._more(q, k_cache, v_cache, batch, few, scale, out)
 
-    def _asked(self, q: Tensor, k_cache: Tensor) -> bool:
+    def _asked(self, q: Tensor, k_cache: Tensor, value_dim: int | None) -> bool:
         if self._tuning is None:
             return False
         kv_heads, (_, heads, dim) = k_cache.shape[1], q.shape
-        found = Heads(kv_heads, heads // max(1, kv_heads), dim, q.dtype, k_cache.dtype)
+        found = Heads(kv_heads, heads // max(1, kv_heads), dim, q.dtype, k_cache.dtype, value_dim)
         return asks(self._tuning, found)
 
     def _more(
@@ -264,6 +266,8 @@ def step_bytes(
     Raises:
         KernelUnavailable: cuDNN is missing, or has no plan.
     """
+    if heads.value_dim is not None:
+        raise KernelUnavailable(f"prefill attention by cuDNN does not serve {LATENT}; {REMEDY}")
     rows, tokens, pages = map(power_of_2, step)
     width = heads.kv_heads * heads.group * heads.dim
     counted = 3 * rows * pages * INT32 + 6 * rows * INT32  # gathered, clamped and padded tables
@@ -366,6 +370,7 @@ def check(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None = None,
+    value_dim: int | None = None,
 ) -> None:
     """Raise KernelUnavailable for what cuDNN's paged attention is not asked to compute."""
     wrong = None
@@ -373,6 +378,8 @@ def check(
         wrong = f"queries of {q.dtype} over KV of {k_cache.dtype}; both must be one 16-bit type"
     elif window is not None or softcap is not None or sinks is not None:
         wrong = "layers with a window, capped scores or sinks"
+    elif value_dim is not None:
+        wrong = LATENT
     elif q.shape[2] > MOST_DIM or q.shape[2] % 8:
         wrong = f"heads of size {q.shape[2]}; they must be multiples of 8 up to {MOST_DIM}"
     if wrong is not None:

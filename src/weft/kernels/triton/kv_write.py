@@ -11,20 +11,26 @@ from weft.kernels.triton.storage import SMALLEST, as_bytes, encode_e4m3, is_scal
 BLOCK_TOKENS = 4  # tokens of one head that a program writes, a warp for all of them
 
 
-def write(cache_k: Tensor, cache_v: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+def write(
+    cache_k: Tensor, cache_v: Tensor, k: Tensor, v: Tensor | None, slot_mapping: Tensor
+) -> None:
     """Store k and v [T, Hkv, D] at ``slot_mapping`` [T] of the caches; negative slots are left out.
 
     The bytes are those of ``kv_storage.write_rows``. The rows of a head of a
     block must lie one after another in the caches.
+
+    Args:
+        v: None if keys are values, too, and so are their caches.
     """
     tokens, heads, dim = k.shape
-    scaled = is_scaled(cache_k)
+    scaled, twice = is_scaled(cache_k), v is not None
+    v = k if v is None else v
     _write_kernel[(triton.cdiv(tokens, BLOCK_TOKENS), heads)](
         k, v, as_bytes(cache_k), as_bytes(cache_v), scales_of(cache_k), scales_of(cache_v),
         slot_mapping, tokens, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         cache_k.stride(0), cache_k.stride(1), cache_v.stride(0), cache_v.stride(1),
         DIM=dim, PADDED=triton.next_power_of_2(dim), BLOCK_SIZE=cache_k.shape[2],
-        SCALED=scaled, BLOCK_TOKENS=BLOCK_TOKENS,
+        SCALED=scaled, TWICE=twice, BLOCK_TOKENS=BLOCK_TOKENS,
         num_warps=1, num_stages=1, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -35,7 +41,7 @@ def _write_kernel(
     tokens, stride_kt, stride_kh, stride_vt, stride_vh,
     stride_kb, stride_kc, stride_vb, stride_vc,
     DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    SCALED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    SCALED: tl.constexpr, TWICE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     token = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
@@ -49,9 +55,10 @@ def _write_kernel(
     x = tl.load(k + token * stride_kt + head * stride_kh + dim, mask=mask, other=0.0)
     at = block * stride_kb + head * stride_kc
     store_rows(cache_k, scales_k, at, offset, x, real, DIM, PADDED, BLOCK_SIZE, SCALED)
-    x = tl.load(v + token * stride_vt + head * stride_vh + dim, mask=mask, other=0.0)
-    at = block * stride_vb + head * stride_vc
-    store_rows(cache_v, scales_v, at, offset, x, real, DIM, PADDED, BLOCK_SIZE, SCALED)
+    if TWICE:
+        x = tl.load(v + token * stride_vt + head * stride_vh + dim, mask=mask, other=0.0)
+        at = block * stride_vb + head * stride_vc
+        store_rows(cache_v, scales_v, at, offset, x, real, DIM, PADDED, BLOCK_SIZE, SCALED)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from weft.kernels.triton.activation import act_mul_for, gate
 from weft.kernels.triton.coded_matrix import CodedMatrix
 from weft.kernels.triton.gated import gated_product
 from weft.kernels.triton.gemm import SplitProduct
+from weft.kernels.triton.latent import LatentHeads
 from weft.kernels.triton.matrix import TritonMatrix, linear, logits, not_by_gemm, product
 from weft.kernels.triton.moe import moe
 from weft.kernels.triton.norm import NormKind, add, add_norm, norm
@@ -69,14 +70,22 @@ class TritonLayer:
         self._down: Matrix | None = matrices.get("down")
         self._router: Matrix | None = matrices.get("router")
         self._experts = parts.experts
+        self._latent = None if parts.latent is None else LatentHeads(parts.latent, shape.heads)
         self._kind = NormKind(shape.norm_eps, shape.norm_plus_one)
         weight = norms.qk_norm
         self._head_norm = (
             None if weight is None else HeadNorm(weight, shape.norm_eps, shape.norm_plus_one)
         )
 
+    @property
+    def value_dim(self) -> int | None:
+        """Of latent attention, the numbers of the row of a token that are its value."""
+        return None if self._latent is None else self._latent.value_dim
+
     def pre(self, residual: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Norm, QKV, QK norm and rotation: [T, H + 2 Hkv, D], the heads of Q, of K, of V.
+
+        Of latent attention absorbed queries, and the row of each token twice.
 
         Args:
             residual: [T, C].
@@ -123,6 +132,8 @@ class TritonLayer:
     def end(self, attended: Tensor, residual: Tensor) -> Sum:
         """``post`` but for its last sum."""
         norms, biases = self._norms, self._biases
+        if self._latent is not None:
+            attended = self._latent.outputs(attended)
         attended = self._gated_output(attended, residual)
         y = product(attended.flatten(1), self._output, biases.output_bias)  # [T, C]
         alone = self._gate_up if self._experts is None else None
@@ -192,6 +203,8 @@ class TritonLayer:
         self, qkv: Tensor | SplitProduct, cos: Tensor, sin: Tensor, places: Places | None
     ) -> Tensor:
         shape = self._shape
+        if self._latent is not None:
+            return self._latent.queries(qkv, cos, sin, places)
         if isinstance(qkv, Tensor):
             qkv = qkv.view(len(qkv), shape.heads + 2 * shape.kv_heads, shape.head_dim)
         return rotate(qkv, shape.heads, shape.kv_heads, cos, sin, self._head_norm, places)

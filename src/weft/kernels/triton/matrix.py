@@ -253,11 +253,6 @@ def gather(matrix: TritonMatrix | CodedMatrix, outputs: Tensor) -> Tensor:
     return (codes.float() * rows_of(outputs, matrix.scales.unsqueeze(1))).to(matrix.dtype)
 
 
-def heads(x: Tensor, weights: Tensor) -> Tensor:
-    """Multiply each head of x [T, H, I] with its own matrix of [H, O, I]: [T, H, O], by torch."""
-    return torch.bmm(x.transpose(0, 1), weights.transpose(1, 2)).transpose(0, 1)
-
-
 def embedding(ids: Tensor, table: Tensor | TritonMatrix | CodedMatrix) -> Tensor:
     """Return the rows [T, C] of the ids [T] int64, of a table or of the output head."""
     return rows_of(ids, table) if isinstance(table, Tensor) else gather(table, ids)

@@ -164,6 +164,7 @@ class TritonStack:
         return partial(
             self._attention, q, None, None, at.keys, at.values, batch,
             scale=at.scale, window=at.window, softcap=at.softcap, sinks=at.sinks,
+            value_dim=at.layer.value_dim,
         )  # fmt: skip
 
     def normed(self, layer: int, total: Sum) -> tuple[Tensor | Rounded, Tensor]:

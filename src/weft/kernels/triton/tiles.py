@@ -6,6 +6,7 @@ launches takes its place, but for the rows of a tile of decodes: they say which 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -33,24 +34,57 @@ _MOST_SUMS = 128  # float32 sums of a thread, which has 255 registers
 _MOST_BUFFERS = 2  # tiles of keys and values that are loaded ahead
 _WARP_ROWS = 16  # of a tile: more rows for a warp leave its registers
 _WIDEST_DECODE = 64  # rows of a tile of decodes, unless one KV head has more query heads
+_LATENT_ROWS = 32  # of latent attention: registers hold no more sums, beside all else of a decode
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads of attention: KV heads, query heads of each, their size, and the types of both."""
+    """Heads of attention: KV heads, query heads of each, their size, and the types of both.
+
+    Attributes:
+        value_dim: of latent attention, numbers of a row that are values; None: as many as of keys.
+    """
 
     kv_heads: int
     group: int
     dim: int
     dtype: torch.dtype
     cache_dtype: torch.dtype
+    value_dim: int | None = None
+
+    @classmethod
+    def of(cls, sizes: Sequence[int], dtype: torch.dtype, cache_dtype: torch.dtype) -> Heads:
+        """Return heads of the numbers that ``sizes`` gives."""
+        kv_heads, group, dim, *latent = sizes
+        return cls(kv_heads, group, dim, dtype, cache_dtype, *latent)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The numbers of the heads as the tuning keys them."""
+        latent = () if self.value_dim is None else (self.value_dim,)
+        return (self.kv_heads, self.group, self.dim, *latent)
+
+    @property
+    def value(self) -> int:
+        """Padded numbers of a value, or of a head."""
+        return padded(self.dim if self.value_dim is None else self.value_dim)
+
+    @property
+    def early(self) -> int:
+        """Padded numbers of a latent row that are of the key alone; 0 of other heads."""
+        return 0 if self.value_dim is None else padded(self.dim - self.value_dim)
+
+    @property
+    def loaded(self) -> int:
+        """Numbers that a tile loads for each token: keys and values, or a latent row once."""
+        return 2 * self.value if self.value_dim is None else self.value + self.early
 
     def shape(self, op: str) -> LaunchShape:
         """The shape of the heads as the tuning keys it."""
         dtype = str(self.dtype).removeprefix("torch.")
         stored = str(self.cache_dtype).removeprefix("torch.")
         kv = next((name for name, kind in KV_DTYPES.items() if kind == self.cache_dtype), stored)
-        return LaunchShape(op, kv_kind(dtype, kv), (self.kv_heads, self.group, self.dim))
+        return LaunchShape(op, kv_kind(dtype, kv), self.sizes)
 
 
 @dataclass(frozen=True)
@@ -67,10 +101,12 @@ class Tile:
 class Plan:
     """Launch plan: one for rows of at most ``few`` tokens, one for longer rows.
 
-    A context is cut into at most ``splits`` parts of at least ``least`` tokens. ``programs`` of a
-    multiprocessor share the parts of all rows.
+    A tile has ``group`` query heads: all of a KV head, or of latent attention some, since its one
+    row has more than fit. A context is cut into at most ``splits`` parts of at least ``least``
+    tokens. ``programs`` of a multiprocessor share the parts of all rows.
     """
 
+    group: int
     few: int
     splits: int
     least: int
@@ -112,16 +148,23 @@ _FLOAT: _Table = {
     256: ((16, 8), (16, 16, 8)),
     512: ((16, 8), (16, 16, 16)),
 }
+# Of latent attention, by the padded size of values.
+_LATENT: _Table = _BYTE | {256: ((32, 8), (64, 32, 8)), 512: ((16, 8), (32, 16, 8))}
+_LATENT_LARGE: _Table = _LATENT | {512: ((32, 8), (32, 32, 8))}
+_LATENT_HALF_LARGE: _Table = _LATENT_LARGE | {512: ((32, 8), (64, 32, 8))}
 _HOPPER_SHARED = 227 * 1024  # bytes; GPUs with less are older, or have the older products
 _BLACKWELL = 10  # major capability: scores pass through registers on their way from its own memory
 _NARROW = 32  # keys of a decode's tile of the most rows, if they are converted in registers
 
 
-def _table(dtype: torch.dtype, cache_dtype: torch.dtype, shared_bytes: int, major: int) -> _Table:
-    if dtype == torch.float32:
+def _table(heads: Heads, shared_bytes: int, major: int) -> _Table:
+    if heads.dtype == torch.float32:
         return _FLOAT
     hopper = shared_bytes >= _HOPPER_SHARED
-    if cache_dtype.itemsize == 1:
+    if heads.value_dim is not None:
+        plain = heads.cache_dtype.itemsize == heads.dtype.itemsize
+        return _LATENT if not hopper else _LATENT_HALF_LARGE if plain else _LATENT_LARGE
+    if heads.cache_dtype.itemsize == 1:
         return _BYTE_HOPPER if hopper and major < _BLACKWELL else _BYTE
     return _HALF_HOPPER if hopper else _HALF
 
@@ -148,7 +191,7 @@ def plan(
         return rule
     decode, prefill = (tuning.attention(heads.shape(op)) for op in (DECODE, PREFILL))
     try:
-        return _with_prefill(_with_decode(rule, decode), prefill, heads.group)
+        return _with_prefill(_with_decode(rule, decode), prefill)
     except KeyError as error:
         raise ValueError(
             f"the tuned launches of {heads.shape(DECODE)} and {heads.shape(PREFILL)} lack {error}"
@@ -180,17 +223,16 @@ def candidates(heads: Heads, op: str, shared_bytes: int, *, major: int, most: in
         ValueError: no kernel fits the shape.
     """
     chosen = by_rule(heads, None, shared_bytes, major)
-    rule, size = launches(chosen)[op], padded(heads.dim)
+    rule = launches(chosen)[op]
     names = [name for name in TILE_PARTS if name in rule]
     found: list[tuple[float, int, Launch]] = []
     for values in product(*(ATTENTION_ALTERNATIVES[name] for name in names)):
         launch = {**rule, **dict(zip(names, values, strict=True))}
         tile = _tuned(launch.get("BLOCK_M", chosen.decode.block_m), launch)
-        sums = tile.block_m * size // (32 * tile.warps)
-        sizes = tile.block_m, tile.block_n, size, heads.dtype.itemsize, heads.cache_dtype.itemsize
-        beside, loaded = _shared_bytes(*sizes)
+        sums = tile.block_m * heads.value // (32 * tile.warps)
+        beside, loaded = _shared_bytes(heads, tile.block_m, tile.block_n)
         fits = beside + loaded * max(1, tile.stages // 2) <= shared_bytes
-        if fits and heads.group <= tile.block_m and sums <= _MOST_SUMS and launch != rule:
+        if fits and chosen.group <= tile.block_m and sums <= _MOST_SUMS and launch != rule:
             far = sum(abs(log2(launch[name] / rule[name])) for name in names)
             found.append((far, len(found), launch))
     return [rule, *(launch for *_, launch in sorted(found, key=lambda one: one[:2])[: most - 1])]
@@ -219,13 +261,13 @@ def _with_decode(rule: Plan, launch: Launch | None) -> Plan:
     return replace(rule, splits=splits, least=least, programs=programs, decode=tile)
 
 
-def _with_prefill(rule: Plan, launch: Launch | None, group: int) -> Plan:
+def _with_prefill(rule: Plan, launch: Launch | None) -> Plan:
     if launch is None:
         return rule
-    if launch["BLOCK_M"] < group:
+    if launch["BLOCK_M"] < rule.group:
         raise ValueError(
             f"a tuned launch of prefill attention has tiles of {launch['BLOCK_M']} rows for "
-            f"{group} query heads of each KV head"
+            f"{rule.group} query heads of each KV head"
         )
     return replace(rule, prefill=_tuned(launch["BLOCK_M"], launch))
 
@@ -241,10 +283,9 @@ def by_rule(heads: Heads, max_query_len: int | None, shared_bytes: int, major: i
     Raises:
         ValueError: no kernel fits the shape.
     """
-    group, dim, dtype, cache_dtype = heads.group, heads.dim, heads.dtype, heads.cache_dtype
-    table = _table(dtype, cache_dtype, shared_bytes, major)
-    size = padded(dim)
-    if size not in table or group > 128:
+    group, dim, cache_dtype = heads.group, heads.dim, heads.cache_dtype
+    table = _table(heads, shared_bytes, major)
+    if heads.value not in table or (group > 128 and heads.value_dim is None):
         raise ValueError(
             f"no attention kernel for heads of size {dim} with {group} query heads for each KV "
             f"head; sizes up to {max(table)} and 128 query heads are served"
@@ -254,22 +295,31 @@ def by_rule(heads: Heads, max_query_len: int | None, shared_bytes: int, major: i
             f"no attention kernel for heads of size {dim} with 8-bit KV: their scales lie behind "
             f"them in the cache, so it must be a multiple of {SCALED[cache_dtype].scale_bytes}"
         )
-    (decode_n, decode_warps), (prefill_m, prefill_n, prefill_warps) = table[size]
+    (decode_n, decode_warps), (prefill_m, prefill_n, prefill_warps) = table[heads.value]
+    widest = _WIDEST_DECODE
+    if heads.value_dim is not None:
+        widest = max(16, min(_LATENT_ROWS, prefill_m))
+        group = _divisor(group, widest)
     wanted = power_of_2(group * min(max_query_len or 1, MOST_FEW))
     least_m = max(16, power_of_2(group))
-    decode_m = max(least_m, min(wanted, _WIDEST_DECODE))
-    if decode_m > _WIDEST_DECODE and cache_dtype.itemsize < dtype.itemsize:
+    decode_m = max(least_m, min(wanted, widest))
+    if decode_m > _WIDEST_DECODE and cache_dtype.itemsize < heads.dtype.itemsize:
         decode_n = min(decode_n, _NARROW)
-    sizes = (size, dtype.itemsize, cache_dtype.itemsize, shared_bytes)
-    decode = _tile(decode_m, decode_n, decode_warps, *sizes)
+    decode = _tile(decode_m, decode_n, decode_warps, heads, shared_bytes)
     return Plan(
+        group=group,
         few=decode_m // group,
         splits=min(MOST_PARTS, max(8, power_of_2(256 // heads.kv_heads))),
-        least=_least(group, cache_dtype.itemsize),
-        programs=_programs(decode, *sizes),
+        least=_least(group * 2 * heads.value // heads.loaded, cache_dtype.itemsize),
+        programs=_programs(decode, heads, shared_bytes),
         decode=decode,
-        prefill=_tile(max(least_m, prefill_m), prefill_n, prefill_warps, *sizes),
+        prefill=_tile(max(least_m, prefill_m), prefill_n, prefill_warps, heads, shared_bytes),
     )
+
+
+def _divisor(count: int, most: int) -> int:
+    """Return the largest divisor of a count that is at most ``most``."""
+    return next(size for size in range(min(count, most), 0, -1) if count % size == 0)
 
 
 def padded(dim: int) -> int:
@@ -291,32 +341,33 @@ def _least(group: int, item: int) -> int:
     return min(1024, max(512, power_of_2(-(-32 * group // item))))
 
 
-def _tile(
-    block_m: int, block_n: int, warps: int, size: int, item: int, stored: int, most: int
-) -> Tile:
+def _tile(block_m: int, block_n: int, warps: int, heads: Heads, most: int) -> Tile:
     """Return a tile with as many warps as its rows need and as many stages as fit.
 
     There is one stage for the products, and for each buffer one for its table entries. Beside the
     queries and the buffers lie a tile that is being multiplied and one converted.
     """
-    beside, loaded = _shared_bytes(block_m, block_n, size, item, stored)
+    beside, loaded = _shared_bytes(heads, block_m, block_n)
     stages = 1 + 2 * min(_MOST_BUFFERS, max(0, (most - beside - loaded) // loaded))
     return Tile(block_m, block_n, max(warps, block_m // _WARP_ROWS), stages)
 
 
-def _shared_bytes(block_m: int, block_n: int, size: int, item: int, stored: int) -> tuple[int, int]:
+def _shared_bytes(heads: Heads, block_m: int, block_n: int) -> tuple[int, int]:
     """What the queries and a converted tile take of shared memory, and a tile that is loaded."""
-    converted = 0 if stored == item else 2 * block_n * size * item
-    return block_m * size * item + converted, 2 * block_n * size * stored
+    item, stored = heads.dtype.itemsize, heads.cache_dtype.itemsize
+    converted = 0 if stored == item else block_n * heads.loaded * item
+    queries = block_m * (heads.value + heads.early) * item
+    return queries + converted, block_n * heads.loaded * stored
 
 
-def _programs(tile: Tile, size: int, item: int, stored: int, most: int) -> int:
+def _programs(tile: Tile, heads: Heads, most: int) -> int:
     """How many programs of a tile run on a multiprocessor at once, so that none waits for another.
 
     A thread has at most 255 of 65536 registers, half as many with 16 heads of at most 64 and KV
     of their type. Shared memory is what its buffers take, and 4 KiB for what products exchange.
     """
-    registers = 128 if size <= 64 and tile.block_m == 16 and stored == item else 256
-    beside, loaded = _shared_bytes(tile.block_m, tile.block_n, size, item, stored)
+    plain = heads.cache_dtype.itemsize == heads.dtype.itemsize
+    registers = 128 if heads.value <= 64 and tile.block_m == 16 and plain else 256
+    beside, loaded = _shared_bytes(heads, tile.block_m, tile.block_n)
     needed = beside + loaded * (tile.stages // 2) + 4096
     return max(1, min(65536 // (32 * tile.warps * registers), most // needed))

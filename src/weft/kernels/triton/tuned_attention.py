@@ -132,8 +132,7 @@ def launch_each(
 def heads_of(shape: LaunchShape) -> Heads:
     """Return the heads of a shape of attention."""
     stored, _, name = shape.kind.rpartition(" KV in ")
-    kv_heads, group, dim = shape.sizes
-    return Heads(kv_heads, group, dim, DTYPES[name], cache_dtype(stored or name))
+    return Heads.of(shape.sizes, DTYPES[name], cache_dtype(stored or name))
 
 
 def attention_calls(
@@ -142,7 +141,8 @@ def attention_calls(
     """Return attention with one of several copies of KV, and how many; they exceed the caches."""
     blocks = -(-rows.context // block_size) * rows.count
     width = row_size(heads.cache_dtype, heads.dim)
-    size = 2 * blocks * heads.kv_heads * block_size * width * heads.cache_dtype.itemsize
+    arrays = 2 if heads.value_dim is None else 1
+    size = arrays * blocks * heads.kv_heads * block_size * width * heads.cache_dtype.itemsize
     copies = copies_beyond_caches(size, device)
     k_cache, v_cache = _caches(heads, copies * blocks, block_size, device)
     tokens = rows.count * rows.queries
@@ -151,8 +151,9 @@ def attention_calls(
     )
     batches = list(_batches(rows, copies, blocks, block_size, device))
     attend = partial(
-        paged_attention, scale=heads.dim**-0.5, window=None, softcap=None, tuning=tuning
-    )
+        paged_attention, scale=heads.dim**-0.5, window=None, softcap=None, tuning=tuning,
+        value_dim=heads.value_dim,
+    )  # fmt: skip
 
     def call(copy: int) -> None:
         attend(q, None, None, k_cache, v_cache, batches[copy])
@@ -163,10 +164,10 @@ def attention_calls(
 def _caches(
     heads: Heads, blocks: int, block_size: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random keys and values, a block at a time the same in all blocks."""
+    """Return random keys and values, a block at a time the same in all blocks; latents twice."""
     width = row_size(heads.cache_dtype, heads.dim)
     found = []
-    for _ in range(2):
+    for _ in range(2 if heads.value_dim is None else 1):
         one = torch.zeros(1, heads.kv_heads, block_size, width, dtype=heads.cache_dtype)
         offsets = torch.arange(block_size)
         numbers = torch.randn(block_size, heads.kv_heads, heads.dim)
@@ -174,7 +175,7 @@ def _caches(
         codes = one.to(device).view(torch.uint8) if heads.cache_dtype.itemsize == 1 else one
         every = codes.to(device).expand(blocks, *codes.shape[1:]).contiguous()
         found.append(every.view(heads.cache_dtype))
-    return found[0], found[1]
+    return found[0], found[-1]
 
 
 def _batches(
