@@ -92,7 +92,7 @@ ROLES = {
         "out partial_sums* partial_stats*",
     ),
     "_latent_rows": (
-        "x row_scale scale_of_x bias cos sin row_norm query_norm slot_mapping",
+        "x* row_scale scale_of_x bias cos sin row_norm query_norm slot_mapping",
         "cache* queries query_scales",
     ),
     "_heads": ("x* row_scale scale_of_x bias weights cos sin", "out*"),
@@ -182,7 +182,12 @@ class Counter:
             case "_rotate":
                 return batch * given["KV_HEADS"] * tensor.shape[-1] * tensor.itemsize
             case "_latent_rows":
-                return batch * tensor.shape[-1] * tensor.itemsize
+                columns = tensor.shape[-1]
+                if part == "x*":  # whole if queries have a latent, else the end of each row
+                    row = given["RANK"] + 2 * given["R"]
+                    columns = row if given["queries"] is None else given["N"]
+                    columns *= given["SPLITS"]
+                return batch * columns * tensor.itemsize
             case "_heads":  # of rows, that have other numbers beside those of heads
                 heads, early = len(given["weights"]), 2 * given["R"]
                 read = (given["K"] + early) * (given["SPLITS"] if given["SPLITS"] > 1 else 1)

@@ -90,10 +90,10 @@ def launch_gates(dtype: torch.dtype) -> None:
         activation.gate(x, gates, kind)
 
 
-def split(outputs: int, dtype: torch.dtype) -> SplitProduct:
+def split(outputs: int, dtype: torch.dtype, tokens: int = TOKENS) -> SplitProduct:
     """A product of rounded rows in as many parts as there may be by rule."""
-    sums, scales = torch.empty(MOST_SPLITS, TOKENS, outputs), torch.empty(outputs)
-    return SplitProduct(sums, scales[:TOKENS], scales, scales.to(dtype), dtype)
+    sums, scales = torch.empty(MOST_SPLITS, tokens, outputs), torch.empty(outputs)
+    return SplitProduct(sums, scales[:tokens], scales, scales.to(dtype), dtype)
 
 
 def launch_heads(dtype: torch.dtype) -> None:
@@ -116,7 +116,7 @@ def launch_heads(dtype: torch.dtype) -> None:
 def launch_latent(dtype: torch.dtype) -> None:
     """Layers of DeepSeek V3 and V2 Lite, whose queries have a latent and none, in every KV type."""
     launches = Heuristic(132, 99 * 1024)
-    cos, sin = torch.empty(2, TOKENS, 32).unbind()
+    cos, sin = torch.empty(2, 64, 32).unbind()
     for heads, queries in ((128, 1536), (16, None)):
         up, norms = None, torch.empty(1536, dtype=dtype)
         if queries is not None:
@@ -124,12 +124,14 @@ def launch_latent(dtype: torch.dtype) -> None:
         weights = torch.empty(heads, 512, 128, dtype=dtype)
         parts = LatentParts(64, 1e-6, up, norms, norms[:512], weights, weights.mT.contiguous())
         bound, width = latent.LatentHeads(parts, heads), (queries or heads * 192) + 576
-        for kind in (dtype, *KV_DTYPES.values()):
+        for tokens, kind in [
+            *((TOKENS, kind) for kind in (dtype, *KV_DTYPES.values())),
+            (64, dtype),
+        ]:
             cache = torch.empty(4, 1, BLOCK, row_size(kind, 576), dtype=kind)
-            places = rope.Places(cache, cache, torch.zeros(TOKENS, dtype=torch.int64), BLOCK)
-            for product in (torch.empty(TOKENS, width, dtype=dtype), split(width, dtype)):
-                bound.queries(product, cos, sin, places)
-        for tokens in (TOKENS, 64):
+            places = rope.Places(cache, cache, torch.zeros(tokens, dtype=torch.int64), BLOCK)
+            for product in (torch.empty(tokens, width, dtype=dtype), split(width, dtype, tokens)):
+                bound.queries(product, cos[:tokens], sin[:tokens], places)
             bound.outputs(torch.empty(tokens, heads, 576, dtype=dtype))
 
 

@@ -71,6 +71,31 @@ def test_mixtures_launch_what_they_have_to() -> None:
     assert launches(found) == step(48, A_LAYER | experts | {"gemm": 3}, "gemm")
 
 
+def test_latent_attention_reads_each_row_once_and_copies_nothing() -> None:
+    """DeepSeek V2 Lite: 16 heads, a latent of 512 and 64 rotated numbers, one dense layer of 27."""
+    options = ("--model", "deepseek-v2-lite", "--quantize", "none", "--batch", 64)
+    found = {kv: sheets(*options, "--kv-dtype", kv)[64] for kv in ("bfloat16", "int8")}
+    kernels = found["bfloat16"]
+    sorting = {"torch sort": 1, "torch arange": 1, "torch searchsorted": 1}
+    experts = Counter({"_route": 1, "_blocks": 1, "_grouped": 2, "_combine": 1, **sorting})
+    dense = {"_add_norm": 2, "_latent_rows": 1, "_heads": 2, "decode_kernel": 1, **FEW}
+    layers = Counter({name: 27 * times for name, times in dense.items()})
+    sparse = Counter({name: 26 * times for name, times in experts.items()})
+    # Routers, the sum of shared experts, whose reader takes whole rows, and the head.
+    more = Counter({"gemm": 26 + 1, "add_parts": 26})
+    assert launches(kernels) == layers + sparse + more + Counter(AROUND)
+    rows = 27 * 64 * CONTEXT * 576 * 2
+    assert rows < kernels["decode_kernel"]["read"] < 1.1 * rows
+    codes = 27 * 64 * CONTEXT * (576 + 4)
+    assert codes < found["int8"]["decode_kernel"]["read"] < 1.2 * codes
+    assert kernels["decode_kernel"]["operations"] == 27 * 2 * 64 * CONTEXT * 16 * (576 + 512)
+    assert kernels["_heads"]["operations"] == 27 * 2 * 64 * 16 * 512 * (128 + 128)
+    weights = 27 * 2 * 16 * 512 * 128 * 2
+    assert kernels["_heads"]["read"] > weights
+    for kv, row in (("bfloat16", 2 * 576), ("int8", 580)):
+        assert found[kv]["_latent_rows"]["written"] == 27 * 64 * row
+
+
 # How experts are stored: bytes of a weight with its share of scales, the kernel that multiplies
 # them, and what else a layer launches for its products and theirs.
 EXPERTS = {

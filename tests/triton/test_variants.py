@@ -64,6 +64,32 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], int]] = {
         {"quantize": "fp8"},
         44,
     ),
+    "DeepSeek-V2-Lite, KV in FP8": (
+        "DeepseekV2ForCausalLM",
+        "DeepseekV2Config",
+        of(
+            vocab_size=102400, hidden_size=2048, intermediate_size=10944, num_hidden_layers=3,
+            moe_intermediate_size=1408, num_attention_heads=16, num_key_value_heads=16,
+            q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
+            v_head_dim=128, n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6,
+            first_k_dense_replace=1, topk_method="greedy", max_position_embeddings=32768,
+        ),
+        {"kv_dtype": "fp8"},
+        62,
+    ),
+    "GLM-4.7-Flash in FP8": (
+        "Glm4MoeLiteForCausalLM",
+        "Glm4MoeLiteConfig",
+        of(
+            vocab_size=154880, hidden_size=2048, intermediate_size=10240, num_hidden_layers=3,
+            moe_intermediate_size=1536, num_attention_heads=20, num_key_value_heads=20,
+            q_lora_rank=768, kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64,
+            v_head_dim=256, n_routed_experts=64, n_shared_experts=1, num_experts_per_tok=4,
+            max_position_embeddings=65536,
+        ),
+        {"quantize": "fp8", "max_num_batched_tokens": 300},
+        66,
+    ),
     "Gemma-3-4B": (
         "Gemma3ForCausalLM",
         "Gemma3TextConfig",

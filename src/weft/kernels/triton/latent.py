@@ -38,6 +38,66 @@ def _columns(
     return y
 
 
+@triton.jit
+def _finish_row(
+    x, row_scale, scale_of_x, bias, cos, sin, row_norm, rows, cache, cache_scales, slot_mapping,
+    count, token, stride, stride_rows, stride_block, eps,
+    N: tl.constexpr, QUERIES: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr,
+    BLOCK: tl.constexpr, CACHED: tl.constexpr, BLOCK_SIZE: tl.constexpr, SCALED: tl.constexpr,
+    SPLITS: tl.constexpr, FLAGS: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """Rotate and normalise the row of a token, and write it where it belongs."""
+    place = tl.arange(0, BLOCK)[None, :]
+    early, inside = place < 2 * R, place < 2 * R + RANK
+    column = QUERIES + tl.where(early, RANK + place, place - 2 * R)
+    partner = QUERIES + RANK + tl.where(place < R, place + R, place - R)
+    at = token + place * 0
+    y = _columns(
+        x, row_scale, scale_of_x, bias, count, at, column, inside, stride, N, SPLITS, FLAGS, TYPE
+    )
+    z = _columns(
+        x, row_scale, scale_of_x, bias, count, at, partner, early, stride, N, SPLITS, FLAGS, TYPE
+    )
+    squares = tl.sum(tl.where(early, 0.0, y * y), axis=1)
+    factor = tl.load(row_norm + place - 2 * R, mask=inside & (place >= 2 * R), other=0.0)
+    normal = y * tl.rsqrt(squares / RANK + eps)[:, None] * factor.to(tl.float32)
+    angle = token * R + tl.where(place < R, place, place - R)
+    c = tl.load(cos + angle, mask=early, other=1.0)
+    s = tl.load(sin + angle, mask=early, other=0.0)
+    y = tl.where(early, y * c + z * tl.where(place < R, -s, s), normal).to(TYPE)
+    if CACHED:
+        slot = tl.load(slot_mapping + token + tl.arange(0, 1))
+        block, offset = tl.maximum(slot, 0) // BLOCK_SIZE, tl.maximum(slot, 0) % BLOCK_SIZE
+        y = tl.where((slot >= 0)[:, None], y, 0.0)
+        store_rows(
+            cache, cache_scales, block * stride_block, offset.to(tl.int32), y, slot >= 0,
+            2 * R + RANK, BLOCK, BLOCK_SIZE, SCALED,
+        )  # fmt: skip
+    else:
+        to = rows + token * stride_rows + place
+        tl.store(to, y, mask=inside)
+        tl.store(to + (2 * R + RANK), y, mask=inside)
+
+
+@triton.jit
+def _finish_queries(
+    x, row_scale, scale_of_x, bias, norm, static, queries, query_scales, count, token, stride, eps,
+    N: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr, ROUND: tl.constexpr,
+    STATIC: tl.constexpr, SPLITS: tl.constexpr, FLAGS: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """Normalise the latent of a token's queries."""
+    place = tl.arange(0, BLOCK)
+    inside = place < QUERIES
+    y = _columns(
+        x, row_scale, scale_of_x, bias, count, token + place * 0, place, inside, stride,
+        N, SPLITS, FLAGS, TYPE,
+    )  # fmt: skip
+    normalise(
+        y, norm, static, queries, query_scales, token, place, inside, eps,
+        QUERIES, ROUND, STATIC, False, TYPE,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["count"])
 def _latent_rows(
     x, row_scale, scale_of_x, bias, cos, sin, row_norm, query_norm, static, rows, cache,
@@ -57,69 +117,15 @@ def _latent_rows(
     pdl.wait(PDL)
     pdl.launch_dependents(PDL)
     if tl.program_id(1) == 0:
-        place = tl.arange(0, BLOCK)[None, :]
-        early, inside = place < 2 * R, place < 2 * R + RANK
-        column = QUERIES + tl.where(early, RANK + place, place - 2 * R)
-        partner = QUERIES + RANK + tl.where(place < R, place + R, place - R)
-        at = token + place * 0
-        y = _columns(
-            x,
-            row_scale,
-            scale_of_x,
-            bias,
-            count,
-            at,
-            column,
-            inside,
-            stride,
-            N,
-            SPLITS,
-            FLAGS,
-            TYPE,
-        )
-        z = _columns(
-            x,
-            row_scale,
-            scale_of_x,
-            bias,
-            count,
-            at,
-            partner,
-            early,
-            stride,
-            N,
-            SPLITS,
-            FLAGS,
-            TYPE,
-        )
-        squares = tl.sum(tl.where(early, 0.0, y * y), axis=1)
-        factor = tl.load(row_norm + place - 2 * R, mask=inside & (place >= 2 * R), other=0.0)
-        normal = y * tl.rsqrt(squares / RANK + eps)[:, None] * factor.to(tl.float32)
-        angle = token * R + tl.where(place < R, place, place - R)
-        c = tl.load(cos + angle, mask=early, other=1.0)
-        s = tl.load(sin + angle, mask=early, other=0.0)
-        y = tl.where(early, y * c + z * tl.where(place < R, -s, s), normal).to(TYPE)
-        if CACHED:
-            slot = tl.load(slot_mapping + token + tl.arange(0, 1))
-            block, offset = tl.maximum(slot, 0) // BLOCK_SIZE, tl.maximum(slot, 0) % BLOCK_SIZE
-            store_rows(
-                cache, cache_scales, block * stride_block, offset.to(tl.int32), y, slot >= 0,
-                2 * R + RANK, BLOCK, BLOCK_SIZE, SCALED,
-            )  # fmt: skip
-        else:
-            to = rows + token * stride_rows + place
-            tl.store(to, y, mask=inside)
-            tl.store(to + (2 * R + RANK), y, mask=inside)
-    else:
-        place = tl.arange(0, BLOCK_Q)
-        inside = place < QUERIES
-        y = _columns(
-            x, row_scale, scale_of_x, bias, count, token + place * 0, place, inside, stride,
-            N, SPLITS, FLAGS, TYPE,
+        _finish_row(
+            x, row_scale, scale_of_x, bias, cos, sin, row_norm, rows, cache, cache_scales,
+            slot_mapping, count, token, stride, stride_rows, stride_block, eps,
+            N, QUERIES, RANK, R, BLOCK, CACHED, BLOCK_SIZE, SCALED, SPLITS, FLAGS, TYPE,
         )  # fmt: skip
-        normalise(
-            y, query_norm, static, queries, query_scales, token, place, inside, eps,
-            QUERIES, ROUND, STATIC, False, TYPE,
+    elif queries is not None:
+        _finish_queries(
+            x, row_scale, scale_of_x, bias, query_norm, static, queries, query_scales, count,
+            token, stride, eps, N, QUERIES, BLOCK_Q, ROUND, STATIC, SPLITS, FLAGS, TYPE,
         )  # fmt: skip
 
 
@@ -226,10 +232,10 @@ def _multiply(
     numbers, factors, constants = as_read(x)
     cos, sin = (None, None) if angles is None else angles
     half = 0 if cos is None else cos.shape[1]
-    wide = x.dtype == torch.float32
-    block_m = 16 if tokens <= 16 else 32 if wide else 64
+    wide, parted = x.dtype == torch.float32, constants["SPLITS"] > 1
+    block_m = 16 if tokens <= 16 else 32 if wide or parted else 64
     block_n = min(max(16, power_of_2(outputs)), 32 if wide else 64)
-    block_k = min(max(16, power_of_2(inputs)), 32 if wide else 64)
+    block_k = min(max(16, power_of_2(inputs)), 32 if wide or parted else 64)
     operand = tl.float32 if interpreted() else FLOATS[x.dtype]
     grid = (triton.cdiv(tokens, block_m) * triton.cdiv(outputs, block_n), count)
     _heads[grid](
@@ -238,7 +244,7 @@ def _multiply(
         R=half, BLOCK_R=power_of_2(max(1, 2 * half)),
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, OPERAND=operand,
         PRECISION="ieee" if wide else "tf32", **constants,
-        num_warps=4, num_stages=3, **pdl.options(out.device),
+        num_warps=4, num_stages=1 if parted else 3, **pdl.options(out.device),
     )  # fmt: skip
 
 
