@@ -21,6 +21,7 @@ from weft.kernels.triton import attention
 from weft.kernels.triton.launch import interpreted
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, seed=0)
+EXTRAS = ("gemma3", "qwen3-moe", "deepseek-v3")
 LONGER = [*PROMPTS, prompt(60, 4), prompt(11, 5)]
 
 
@@ -53,10 +54,10 @@ def test_kv_of_every_type(aligned, kv_dtype, monkeypatch) -> None:  # noqa: F811
 
 @pytest.mark.parametrize(
     "family",
-    ["gemma4-shared-kv", *(pytest.param(n, marks=deep_on_cpu) for n in ("gemma3", "qwen3-moe"))],
+    ["gemma4-shared-kv", *(pytest.param(n, marks=deep_on_cpu) for n in EXTRAS)],
 )
 def test_families_with_more_between_the_layers(family, tmp_path, monkeypatch) -> None:
-    """Sliding windows, KV that layers share, inputs of each layer, experts."""
+    """Sliding windows, KV that layers share, inputs of each layer, experts, latents."""
     folder = save_with_tokenizer(build(family), tmp_path)
     whole, captured, uncaptured, _, _ = whole_and_halved(
         folder, LONGER, [GREEDY] * 6, monkeypatch, kernels=KERNELS

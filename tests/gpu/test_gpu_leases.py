@@ -29,6 +29,7 @@ ASKED = [
         ("llama-gqa", False),
         pytest.param("llama-gqa", True, marks=deep_on_cpu),
         pytest.param("gemma4-shared-kv", True, marks=deep_on_cpu),
+        pytest.param("youtu-one-query-matrix", True, marks=deep_on_cpu),
     ],
 )
 def test_replayed_steps_change_no_token(family, graphs, tmp_path, monkeypatch) -> None:

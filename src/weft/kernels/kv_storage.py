@@ -59,6 +59,8 @@ def write_rows(cache: Tensor, blocks: Tensor, offsets: Tensor, rows: Tensor) -> 
     if cache.dtype not in SCALED:
         cache[blocks, :, offsets] = rows.to(cache.dtype)
         return
+    if not len(rows):
+        return  # scales of nothing have no bytes to be seen as
     codes, scales = quantise(rows, cache.dtype)
     code_bytes, scale_bytes = _parts(cache)
     code_bytes[blocks, :, offsets] = codes.view(torch.uint8)
