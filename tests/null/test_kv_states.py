@@ -148,6 +148,113 @@ def test_states_need_attention_beside_them():
             KVCache(groups)
 
 
+def guess(
+    cache: KVCache, slots: Slots, number: int, tokens: list[int], drafts: int, right: int
+) -> int:
+    """Compute the last token with guesses, of which the first ones are right, and commit it.
+
+    Returns:
+        the tokens that stay computed.
+    """
+    start, more = len(tokens) - 1, [7 + i % 2 for i in range(drafts)]
+    assert cache.extend(number, start + 1 + drafts, drafts=True) is not None
+    step = cache.states.plan(number, start, 1, drafts)
+    slots.run([*tokens, *more[:right], *[5] * (drafts - right)], start, 1 + drafts, step)
+    cache.check()
+    tokens += more[:right]
+    kept = cache.settle(number, len(tokens))
+    cache.commit(number, tokens, kept)
+    cache.check()
+    assert_true(cache, slots, number, tokens)
+    return kept
+
+
+def assert_true(cache: KVCache, slots: Slots, number: int, tokens: list[int]) -> None:
+    """What can be found is the state of the tokens that it is found by, and so is ``now``."""
+    chain = cache._chains[number][SIZE].block_hashes
+    for index, digest in enumerate(chain):
+        if (slot := cache.states.pool.find(digest)) is not None:
+            assert slots.content[slot] == tuple(tokens[: (index + 1) * SIZE])
+
+
+@pytest.mark.parametrize("spare", [0, 1, 3, 30])
+@pytest.mark.parametrize("start", range(1, 6))
+def test_drafts_may_fail_at_every_place(start, spare):
+    """Of any number of guesses any number is right, across boundaries, with few slots and many.
+
+    Afterwards another sequence finds states of the true text alone.
+    """
+    for drafts in range(1, 10):
+        for right in range(drafts + 1):
+            cache, slots = cache_of(3 + spare), Slots()
+            tokens = list(range(100, 100 + start))
+            run(cache, slots, 1, tokens, [])
+            tokens.append(50)
+            kept = guess(cache, slots, 1, tokens, drafts, right)
+            assert start + 1 <= kept <= start + 1 + right
+            if right == drafts:
+                assert kept == len(tokens)  # nothing is computed twice
+            elif spare == 30:
+                assert kept >= (start + 1 + right) // SIZE * SIZE
+            slots.run(
+                [*tokens, 60], kept, len(tokens) + 1 - kept,
+                cache.states.plan(1, kept, len(tokens) + 1 - kept),
+            )  # fmt: skip
+            cache.extend(1, len(tokens) + 1)
+            cache.commit(1, [*tokens, 60], len(tokens) + 1)
+            cache.check()
+            assert_true(cache, slots, 1, [*tokens, 60])
+            end(cache, 1)
+            wrong = [*tokens[: start + 1 + right], *[5] * 12]
+            for number, text in ((2, [*tokens, 60, 61, 62, 63, 64]), (3, wrong)):
+                run(cache, slots, number, text, [])  # which checks what is read
+                end(cache, number)
+
+
+def test_a_state_behind_a_wrong_guess_is_found_by_nobody():
+    """The guesses fill a block: the text that has them finds the block before it, at most."""
+    cache, slots = cache_of(30), Slots()
+    tokens = [1, 2, 3, 4, 5, 6]
+    run(cache, slots, 1, tokens, [])
+    tokens.append(9)
+    assert guess(cache, slots, 1, tokens, 5, 0) == 7
+    end(cache, 1)
+    assert run(cache, slots, 2, [1, 2, 3, 4, 5, 6, 9, 5, 5, 5, 5, 5, 5], []) == 4
+
+
+def test_a_boundary_among_right_guesses_is_the_mark_of_the_output():
+    cache, slots = cache_of(30), Slots()
+    tokens = [1, 2, 3, 4, 5, 6]
+    run(cache, slots, 1, tokens, [])
+    tokens.append(9)
+    assert guess(cache, slots, 1, tokens, 6, 2) == 8  # 9 is computed again
+    text = [*tokens, 3, 3]
+    end(cache, 1)
+    assert run(cache, slots, 2, text, []) == 8
+
+
+def test_a_step_is_not_planned_before_drafts_are_settled():
+    cache = cache_of(8)
+    cache.register(1, b"")
+    cache.open(1, 0)
+    assert cache.extend(1, 8, drafts=True) is not None
+    cache.states.plan(1, 0, 1, 3)
+    with pytest.raises(InvariantError, match="before its drafts are settled"):
+        cache.states.plan(1, 1, 1)
+    assert cache.settle(1, 1) == 1
+    with pytest.raises(InvariantError, match="no drafts of 1 tokens to settle"):
+        cache.settle(1, 1)
+
+
+def test_drafts_without_a_slot_to_spare_are_not_made():
+    cache, slots = cache_of(2), Slots()
+    run(cache, slots, 1, [1, 2, 3], [])
+    held = cache.pools[0].held
+    assert cache.extend(1, 12, drafts=True) is None
+    assert cache.pools[0].held == held
+    assert cache.extend(1, 12) is not None
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_any_traffic_reads_what_it_must(seed):
     """Conversations, cuts, preemption, steps in flight and few slots: the content is right."""
@@ -181,6 +288,16 @@ def test_any_traffic_reads_what_it_must(seed):
                 tokens.append(draw.randrange(3))
             while flying and draw.random() < 0.6:
                 cache.commit(chosen, tokens, flying.pop(0))
+            drafts = draw.randint(1, 9)
+            due = not flying and live[chosen][1] == len(tokens) - 1 and draw.random() < 0.4
+            if due and cache.extend(chosen, len(tokens) + drafts, drafts=True) is not None:
+                start, more = len(tokens) - 1, [draw.randrange(3) for _ in range(drafts)]
+                step = cache.states.plan(chosen, start, 1, drafts)
+                slots.run([*tokens, *more], start, 1 + drafts, step)
+                tokens += more[: draw.randint(0, drafts)]
+                live[chosen][1] = cache.settle(chosen, len(tokens))
+                cache.commit(chosen, tokens, live[chosen][1])
+                assert_true(cache, slots, chosen, tokens)
             if not flying and draw.random() < 0.06:
                 cache.release(chosen, faulty_from=None)
                 cache.forget(chosen)

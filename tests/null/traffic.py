@@ -12,7 +12,7 @@ from random import Random
 from hypothesis import HealthCheck
 from hypothesis import strategies as st
 
-from weft.core.plan import StepOutputs, Tier, Update
+from weft.core.plan import NO_STATE, StepOutputs, Tier, Update
 from weft.core.types import FinishReason, Request, SamplingParams
 from weft.engine.loop import EngineLoop
 from weft.kv.cache import GroupSpec, KVCache
@@ -134,8 +134,8 @@ def run(world: World, arrivals, cancels, faulty=None, make=fcfs, step_s=0.0):
             break
     stuck = [(s.id, s.state.name, s.known, s.planned) for s in scheduler.sequences.by_id.values()]
     assert scheduler.idle, f"the scheduler stopped with unanswered sequences {stuck}"
-    for _, pools in tiers(cache):
-        assert all(pool.held == 0 for pool in pools)
+    for part in (cache.device, cache.host) if world.host_blocks else (cache,):
+        assert all(pool.held == 0 for pool in part.all_pools)
     executor.close()
     return requests, inbox, scheduler
 
@@ -231,10 +231,28 @@ def tiers(cache):
 
 
 def assert_pins(executor: ModelledExecutor, cache) -> None:
-    """No block that an outstanding step touches may be free."""
+    """No block or slot that an outstanding step touches may be free."""
     for tier, pools in tiers(cache):
         for pool, touched in zip(pools, executor.touched_blocks(tier), strict=True):
             assert all(pool._references[block] > 0 for block in touched if block >= 0)
+    for tier, slots in touched_slots(executor):
+        pool = (cache.tier(tier) if isinstance(cache, TieredCache) else cache).states.pool
+        assert pool._references[slots] > 0
+
+
+def touched_slots(executor: ModelledExecutor) -> list[tuple[Tier, int]]:
+    """The slots of recurrent state that outstanding steps read or write."""
+    found = []
+    for ticket in executor._outstanding:
+        for batch in ticket.plan.batches:
+            for state in batch.states:
+                slots = (state.read, state.write, *(slot for _, slot in state.marks))
+                found += [(Tier.DEVICE, slot) for slot in slots if slot != NO_STATE]
+        for move in ticket.plan.moves:
+            if move.state is not None:
+                origin = Tier.HOST if move.to is Tier.DEVICE else Tier.DEVICE
+                found += [(origin, move.state[0]), (move.to, move.state[1])]
+    return found
 
 
 def assert_answers(world: World, requests, inbox, cancelled: set[int], faulted: set[int]) -> None:
@@ -293,6 +311,16 @@ def worlds(draw, tight: bool = False):
         watermark_tokens=ahead,
         leases=draw(st.integers(0, 99)),
     )
+
+
+@st.composite
+def recurrent_worlds(draw, tight: bool = False):
+    """Worlds with recurrent layers beside attention; with ``tight`` there are hardly any slots."""
+    world = draw(worlds(tight))
+    slots = draw(st.integers(3, 5 if tight else 40))
+    state = GroupSpec("state", world.groups[0].block_size, slots, window=1, recurrent=True)
+    limits = replace(world.limits, lease_steps=0)
+    return replace(world, groups=(*world.groups, state), limits=limits)
 
 
 @st.composite

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import build, likeliest_by_reference, prompt, save, save_with_tokenizer
-from tight_kv import Traffic, least_kv_memory, run, settings_for, traffic
+from tight_kv import least_kv_memory, run, settings_for, traffic
 
 from weft import LLM, SamplingParams
 from weft.core.errors import (
     ConfigError,
     KernelError,
     OutOfMemoryError,
-    ParameterError,
     UnsupportedModelError,
 )
 from weft.core.kv_split import LEAST_SLOTS
@@ -176,27 +175,17 @@ def test_prefix_hits_change_no_bit(folders, depth):
             assert answers(cold, [tokens]) == found
 
 
-def plain(given: Traffic) -> Traffic:
-    """The same traffic without drafts."""
-    for requests in given._arrivals.values():
-        requests[:] = [
-            replace(request, sampling=replace(request.sampling, speculation=None))
-            for request in requests
-        ]
-    return given
-
-
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("slots", "depth"), [(3, 0), (12, 0), (12, 1), (40, 1)])
 def test_preempted_sequences_go_on_as_if_nothing_had_been(folders, monkeypatch, seed, slots, depth):
     """Blocks are short, slots are few or many: for one sequence, without marks, and with many."""
     folder = folders["qwen3.5"]
     ample = build_engine(settings_for(folder, prefix_caching=False))
-    expected, _ = run(ample, plain(traffic(seed, cancels=False)), monkeypatch)
+    expected, _ = run(ample, traffic(seed, cancels=False), monkeypatch)
     monkeypatch.setattr("weft.core.resolved.state_slots", lambda *_: slots)
     memory = least_kv_memory(folder)
     tight = build_engine(settings_for(folder, kv_memory=memory, steps_in_flight=depth))
-    found, plans = run(tight, plain(traffic(seed, cancels=False)), monkeypatch)
+    found, plans = run(tight, traffic(seed, cancels=False), monkeypatch)
     assert found == expected
     assert tight.scheduler.totals.preemptions > 0 or slots == LEAST_SLOTS
     assert tight.scheduler.cache.states.pool.held == 0
@@ -204,7 +193,7 @@ def test_preempted_sequences_go_on_as_if_nothing_had_been(folders, monkeypatch, 
         assert any(_start_of(add, plan) for plan in plans for add in plan.add if _resumed(add))
     cancelled, _ = run(
         build_engine(settings_for(folder, kv_memory=memory)),
-        plain(traffic(seed, cancels=True)),
+        traffic(seed, cancels=True),
         monkeypatch,
     )
     assert cancelled.keys() <= expected.keys()
@@ -259,21 +248,12 @@ def test_memory_for_less_than_the_fewest_slots_is_refused(folders):
         resolve_settings(settings_for(folders["qwen3.5"], kv_memory=2**16, max_model_len=16))
 
 
-def test_guesses_are_refused(folders):
-    with llm(folders["qwen3.5"]) as engine:
-        (found,) = engine.generate([[1, 2]], replace(GREEDY, speculation=4), progress=False)
-    assert isinstance(found.error, ParameterError)
-    assert found.error.param == "speculation"
-    assert "set speculation to 0" in found.error.message
-
-
 @pytest.mark.parametrize(
     "settings",
     [
         {"tensor_parallel": 2},
         {"pipeline_parallel": 2},
-        {"speculation": 3},
-        {"host_kv_memory": 2**20, "scheduler": "fcfs"},
+        {"kv_disk": "/tmp"},
         {"resident": "on"},
     ],
 )

@@ -127,11 +127,26 @@ def common_blocks(
     return tuple(min(found[i]) for i in sorted(found))
 
 
+def host_slots(config: EngineConfig, facts: Facts) -> int:
+    """Return the slots of recurrent state on the host: one a row, in half of its memory at most."""
+    if config.host_kv_memory is None or not facts.state_bytes:
+        return 0
+    slots = min(config.max_num_seqs, config.host_kv_memory // 2 // facts.state_bytes)
+    if not slots:
+        raise ConfigError(
+            f"host_kv_memory ({format_bytes(config.host_kv_memory)}) holds in its half not even "
+            f"one recurrent state of {format_bytes(facts.state_bytes)}; raise it.",
+            param="host_kv_memory",
+        )
+    return slots
+
+
 def host_blocks(config: EngineConfig, facts: Facts, blocks: tuple[int, ...]) -> tuple[int, ...]:
     """Split the memory of the host over the groups as that of the device is."""
     if config.host_kv_memory is None:
         return ()
-    share = config.host_kv_memory / bytes_of(config, facts, blocks)
+    states = host_slots(config, facts) * facts.state_bytes
+    share = (config.host_kv_memory - states) / bytes_of(config, facts, blocks)
     counts = tuple(int(count * share) for count in blocks)
     if 0 in counts:
         raise ConfigError(

@@ -92,6 +92,7 @@ class KVMove(NamedTuple):
             step has ended; else all of it goes before the step computes, and the row computes in
             the tier that it has come to.
         host: where in the host tier ``target`` is. If that session is over, the row is lost there.
+        state: slots of the row's recurrent state, old and new; None for a model without.
     """
 
     row: int
@@ -100,10 +101,11 @@ class KVMove(NamedTuple):
     target: tuple[tuple[int, ...], ...]
     after_layer: bool = False
     host: PlaceSession = OWN_HOST
+    state: tuple[int, int] | None = None
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of all groups that are copied."""
+        """KV blocks of all groups that are copied."""
         return sum(block >= 0 for blocks in self.source for block in blocks)
 
 
@@ -115,8 +117,9 @@ class StateRow(NamedTuple):
 
     Attributes:
         read: the state before the row's tokens; ``NO_STATE`` before the first one.
-        write: gets the state after them.
-        marks: (tokens of the sequence, slot) that gets the state after so many, in their order.
+        write: gets the state after them, drafts included.
+        marks: (tokens of the sequence, slot) that gets the state after so many, in their order. Of
+            a row with drafts one is behind its certain tokens.
     """
 
     read: int
@@ -138,7 +141,7 @@ class SubBatch:
             layer, and from which each layer's new KV leaves as soon as it is computed.
         drafts: by row, guesses of the tokens after the last one that it computes. They are computed
             as well, and those that come out as guessed are kept.
-        states: by row, of a model with recurrent layers; else empty. Such rows have no drafts.
+        states: by row, of a model with recurrent layers; else empty.
     """
 
     rows: tuple[int, ...]

@@ -14,6 +14,7 @@ from weft.core.kv_split import (
     bytes_of,
     common_blocks,
     host_blocks,
+    host_slots,
     kv_budget,
     longest_sequence,
     state_slots,
@@ -80,7 +81,8 @@ class ResolvedConfig:
         host_blocks: those of the host; empty without a host tier.
         limited_by_memory: whether ``max_model_len`` was lowered to what the KV memory holds.
         half_sizes: tokens of captured halves of a step; None where steps run whole.
-        state_slots: of recurrent state; 0 for a model of attention alone.
+        state_slots, host_slots: of recurrent state, on the device and on the host; 0 for a model of
+            attention alone.
         attention_programs: of decode attention in halves at the most; None for any.
     """
 
@@ -96,6 +98,7 @@ class ResolvedConfig:
     half_sizes: tuple[int, ...] | None = None
     attention_programs: int | None = None
     state_slots: int = 0
+    host_slots: int = 0
 
 
 def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
@@ -145,6 +148,7 @@ def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
         limited_by_memory=holds < wanted,
         state_slots=slots,
         host_blocks=host_blocks(config, facts, blocks),
+        host_slots=host_slots(config, facts),
     )
 
 

@@ -473,6 +473,10 @@ class Sequence:
         self.abort()
         self.known = len(self.tokens)
 
+    def keep(self, count: int) -> None:
+        """Count only so many tokens as computed, with nothing in flight; the others come again."""
+        self.computed = self.planned = count
+
     def accept(self, token: int) -> None:
         """Append a drafted token that came out right: it was computed with the one before it."""
         self.computed += 1

@@ -444,7 +444,7 @@ def _resources(config: EngineConfig, resolved: ResolvedConfig, model: Model) -> 
         config.service_classes(),
         prefix_caching=config.prefix_caching,
         targets=TargetPolicy(config.slo_admission, config.slo_margin, config.slo_patience_s),
-        host_blocks=resolved.host_blocks,
+        host_blocks=(*resolved.host_blocks, *([resolved.host_slots] * bool(resolved.host_slots))),
     )
 
 

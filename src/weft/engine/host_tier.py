@@ -36,7 +36,9 @@ def check_attends_on_host(config: EngineConfig, spec: ModelSpec, ops: OpTable) -
     if not config.attends_on_host:
         return
     kernel = ops.describe()["paged_attention"]
-    if spec.latent is not None:
+    if spec.states is not None:
+        why = "rows of the host would need the states of its recurrent layers there"
+    elif spec.latent is not None:
         why = "all heads of its attention read one latent row (MLA), which the host does not know"
     elif config.piggybacks and not spec.rows_exchangeable:
         why = "its per-layer inputs belong to the step in which a token begins"
@@ -75,7 +77,10 @@ def cpu_tier(
     if not resolved.host_blocks:
         return None
     if not config.attends_on_host:
-        return HostTier(store, store.like(resolved.host_blocks), copy_blocks)
+        host = store.like(resolved.host_blocks)
+        if store.states is not None:
+            host.states = store.states.like(resolved.host_slots)
+        return HostTier(store, host, copy_blocks)
     threads = _worker_threads(config, decoder.ops.ranks.rank)
     accesses = _accesses(config)
     if config.host_process:

@@ -164,6 +164,7 @@ def _memory_facts(config: EngineConfig, model: Model) -> dict[str, Any]:
             "kv_bytes": resolved.kv_bytes,
             "state_slots": resolved.state_slots,
             "host_kv_bytes": bytes_of(config, facts, resolved.host_blocks)
+            + resolved.host_slots * facts.state_bytes
             if resolved.host_blocks
             else 0,
             "host_attention": describe_host_attention(config),

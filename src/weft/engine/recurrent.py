@@ -26,8 +26,6 @@ def check_recurrent(config: EngineConfig, spec: ModelSpec, ops: OpTable, device:
     wanted = {
         "tensor_parallel": (config.tensor_parallel > 1, "cut over ranks", "1"),
         "pipeline_parallel": (config.pipeline_parallel > 1, "split into stages", "1"),
-        "host_kv_memory": (config.host_kv_memory is not None, "moved to the host", None),
-        "speculation": (config.speculation > 0, "taken back where a guess fails", "0"),
         "kv_disk": (config.kv_disk is not None, "kept on disk", None),
         "resident": (config.resident == "on", "advanced by the resident loop", "auto"),
     }

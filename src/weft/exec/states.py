@@ -33,9 +33,25 @@ class StateStore:
                     *(memory((slots, *size), "float32") for size in sizes)
                 )
 
+    def like(self, slots: int, memory: Memory = host_memory) -> StateStore:
+        """Return slots of the same layers, which start as zeros."""
+        other = StateStore.__new__(StateStore)
+        other.layers = {
+            number: LayerStates(*(memory((slots, *part.shape[1:]), "float32") for part in layer))
+            for number, layer in self.layers.items()
+        }
+        return other
+
+    def arrays(self) -> list[list[Array]]:
+        """The matrices of all layers, and their inputs; all have a slot as their first index."""
+        return [list(part) for part in zip(*self.layers.values(), strict=True)]
+
 
 def state_batch(batch: SubBatch, wrap: Callable[[NDArray[np.int32]], Array]) -> StateBatch:
     """Return what the rows of a sub-batch read and write.
+
+    Of a row that is computed without its drafts, as memory ran out with them, marks among these are
+    left out, and what is written behind the last guess is the state after its certain tokens.
 
     Args:
         wrap: makes the arrays of a forward pass of numpy's.
@@ -43,13 +59,16 @@ def state_batch(batch: SubBatch, wrap: Callable[[NDArray[np.int32]], Array]) -> 
     Raises:
         InvariantError: the plan says nothing of states.
     """
-    if len(batch.states) != len(batch.rows) or batch.drafts:
+    if len(batch.states) != len(batch.rows):
         raise InvariantError("a model with recurrent layers needs a state for each row")
-    bounds = np.cumsum((0, *batch.counts), dtype=np.int32)
+    guesses = (len(batch.drafts.get(row, ())) for row in batch.rows)
+    counts = [count + more for count, more in zip(batch.counts, guesses, strict=True)]
+    bounds = np.cumsum((0, *counts), dtype=np.int32)
     marks = [
         (bounds[row] + place - start - 1, slot)
         for row, (start, state) in enumerate(zip(batch.starts, batch.states, strict=True))
         for place, slot in state.marks
+        if place - start <= counts[row]
     ]
     return StateBatch(
         wrap(bounds),

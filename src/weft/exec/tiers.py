@@ -42,6 +42,7 @@ class HostTier:
     ) -> None:
         self.host, self.attention, self.overlaps = host, attention, overlaps
         self._arrays = {Tier.DEVICE: _by_group(store), Tier.HOST: _by_group(host)}
+        self._states = {Tier.DEVICE: _of_states(store), Tier.HOST: _of_states(host)}
         self._zeros = _by_group(store.like([1] * len(store.keys)))
         self._copy_blocks = copy_blocks
 
@@ -70,8 +71,15 @@ class HostTier:
                 table.move(move)
 
     def move(self, move: KVMove) -> None:
-        """Copy what lies in the blocks of ``source`` to those of ``target``, in all layers."""
+        """Copy what lies in the blocks of ``source`` to those of ``target``, in all layers.
+
+        And the recurrent state of the row, if it has one.
+        """
         origin = Tier.DEVICE if move.to is Tier.HOST else Tier.HOST
+        if move.state is not None:
+            source, target = move.state
+            for old, new in zip(self._states[origin], self._states[move.to], strict=True):
+                self._copy_blocks(old, new, (source,), (target,))
         self._copy(
             origin,
             [
@@ -98,6 +106,11 @@ class HostTier:
 
 def _by_group(store: KVStore) -> list[BlockArrays]:
     return [BlockArrays(store.tensors(group)) for group in range(len(store.keys))]
+
+
+def _of_states(store: KVStore) -> list[BlockArrays]:
+    """Slots are copied as blocks are; matrices and inputs differ in size."""
+    return [BlockArrays(part) for part in ([] if store.states is None else store.states.arrays())]
 
 
 def check_computes(plan: StepPlan, tier: HostTier | None) -> None:

@@ -25,6 +25,7 @@ from functools import partial
 from math import lcm
 
 from weft.core.errors import InvariantError
+from weft.kv.block_checks import check_blocks
 from weft.kv.disk_cache import DiskCache
 from weft.kv.group import GroupSpec as GroupSpec
 from weft.kv.hashing import HashChain
@@ -32,7 +33,7 @@ from weft.kv.host_prefixes import HostPrefixes
 from weft.kv.lower_prefixes import LowerPrefixes
 from weft.kv.pool import BlockPool
 from weft.kv.record import BlockRecord
-from weft.kv.states import StateSlots
+from weft.kv.states import LiveSlots, StateSlots
 from weft.kv.table import Table
 
 
@@ -63,7 +64,7 @@ class KVCache:
         self.groups = tuple(group for group in groups if not group.recurrent)
         recurrent = [group for group in groups if group.recurrent]
         if len(recurrent) > 1 or (recurrent and (not self.groups or host or disk)):
-            raise InvariantError("states need layers of attention beside them, in one tier")
+            raise InvariantError("states need attention beside them, and no level below memory")
         below = prefix_caching and (host is not None or disk is not None)
         self.lower = LowerPrefixes(self, host, disk) if below else None
         self.pools = tuple(
@@ -133,9 +134,7 @@ class KVCache:
             else:
                 pool.drop_opened(sequence_id)
         if self.states is not None:
-            hashes = self._state_hashes(sequence_id)
-            last = hit // self.states.block_size
-            self.states.open(sequence_id, hashes[last - 1] if last else None)
+            self.states.open(sequence_id, self._state_hashes(sequence_id), hit)
 
     def _state_hashes(self, sequence_id: int) -> list[bytes]:
         """Hashes of the blocks of a sequence that are full, of the size of those of states."""
@@ -160,7 +159,7 @@ class KVCache:
         for group, pool in zip(self.groups, self.pools, strict=True):
             chain = self._chains[sequence_id][group.block_size]
             upto = best // group.block_size
-            lengths = _run_lengths(pool, chain.extend(tokens, upto)[:upto], group.window is None)
+            lengths = pool.run_lengths(chain.extend(tokens, upto)[:upto], group.window is None)
             if group.window is None:
                 best = len(lengths) * group.block_size // self.alignment * self.alignment
             runs.append(lengths)
@@ -186,8 +185,14 @@ class KVCache:
             return len(blocks[0]) * self.groups[0].block_size
         return min(len(b) * group.block_size for group, b in zip(self.groups, blocks, strict=True))
 
-    def extend(self, sequence_id: int, upto: int) -> list[tuple[int, tuple[int, ...]]] | None:
-        """Reserve blocks for tokens [0, upto): (group, new blocks), or None with nothing taken."""
+    def extend(
+        self, sequence_id: int, upto: int, *, drafts: bool = False
+    ) -> list[tuple[int, tuple[int, ...]]] | None:
+        """Reserve blocks for tokens [0, upto): (group, new blocks), or None with nothing taken.
+
+        Args:
+            drafts: whether the next step has drafts, for which states take a slot more.
+        """
         tables = self._tables[sequence_id].blocks
         grown: list[tuple[int, tuple[int, ...]]] = []
         for index, size in self._block_sizes:
@@ -200,7 +205,7 @@ class KVCache:
                 return None
             tables[index].extend(new)
             grown.append((index, new))
-        if self.states is not None and not self.states.reserve(sequence_id):
+        if self.states is not None and not self.states.reserve(sequence_id, drafts=drafts):
             self._shrink(tables, grown)
             return None
         return grown
@@ -232,8 +237,12 @@ class KVCache:
 
     def available(self) -> list[int]:
         """Blocks of each group that can be taken now; of states the slots, as the last number."""
-        states = [] if self.states is None else [self.states.pool.available]
-        return [*(pool.available for pool in self.pools), *states]
+        return [pool.available for pool in self.all_pools]
+
+    @property
+    def all_pools(self) -> tuple[BlockPool, ...]:
+        """The pools of all groups, and the last one that of slots of recurrent state."""
+        return self.pools if self.states is None else (*self.pools, self.states.pool)
 
     def needs(self, sequence_id: int, upto: int, chunk: int) -> list[int]:
         """Blocks of each group that must be available to compute [0, upto) in such chunks."""
@@ -276,12 +285,13 @@ class KVCache:
         return totals
 
     def held(self, sequence_id: int) -> list[int]:
-        """Blocks of each group that the sequence holds, shared ones included."""
+        """Blocks of each group that the sequence holds, shared ones included; and its own slots."""
         table = self._tables[sequence_id]
-        return [
+        blocks = [
             len(b) - head
             for b, head in zip(table.blocks, table.num_freed_prefix_blocks, strict=True)
         ]
+        return blocks if self.states is None else [*blocks, self.states.live(sequence_id).own()]
 
     def max_tokens(self) -> int:
         """Longest sequence that fits when it has all memory to itself."""
@@ -296,6 +306,14 @@ class KVCache:
         return min(limits, default=2**31 - 1)
 
     # -- committing ---------------------------------------------------------------------------
+
+    def settle(self, sequence_id: int, upto: int) -> int:
+        """Return how many of ``upto`` tokens stay computed after a step with drafts.
+
+        Fewer where there is no state after the last guess that came out right. They are computed
+        again, as nobody can take a state back.
+        """
+        return upto if self.states is None else self.states.settle(sequence_id, upto)
 
     def commit(self, sequence_id: int, tokens: Seq[int], computed: int) -> int:
         """Hash the blocks that are full now, free those before windows; return when to call again.
@@ -366,8 +384,9 @@ class KVCache:
                 after it can no longer be found, and are zeroed before they are used again.
         """
         if self.states is not None:
-            hashes = [] if faulty_from is None else self._state_hashes(sequence_id)
-            self.states.close(sequence_id, hashes[(faulty_from or 0) // self.states.block_size :])
+            self.states.close(sequence_id)
+            if faulty_from is not None:
+                self.disown_states(sequence_id, faulty_from)
         self.free(self.detach(sequence_id), faulty_from=faulty_from)
 
     def detach(self, sequence_id: int) -> Table:
@@ -385,11 +404,18 @@ class KVCache:
                 if block >= 0:
                     pool.release(block)
 
+    def disown_states(self, sequence_id: int, start: int) -> None:
+        """Let nobody find states that a faulty sequence has computed from ``start`` on."""
+        if self.states is not None:
+            hashes = self._state_hashes(sequence_id)
+            self.states.disown(hashes[start // self.states.block_size :])
+
     def disown(self, sequence_id: int, start: int) -> None:
         """Let nobody find what a faulty sequence, now in another tier, left here from ``start`` on.
 
         Blocks that nobody holds are zeroed before they are used again.
         """
+        self.disown_states(sequence_id, start)
         for index, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
             hashes = self._chains[sequence_id][group.block_size].block_hashes
             for block_hash in hashes[start // group.block_size :]:
@@ -427,11 +453,12 @@ class KVCache:
         """Ids of the sequences that have a table here."""
         return list(self._tables)
 
-    def open_like(self, sequence_id: int, other: Table, upto: int) -> Table | None:
-        """Make a table that can take in the KV of tokens [0, upto) of ``other``, of another tier.
+    def open_like(self, sequence_id: int, origin: KVCache, upto: int) -> Table | None:
+        """Make a table that can take in the KV of tokens [0, upto) that another tier has.
 
         Its blocks are all new and none is hashed. None, with nothing taken, if there is no room.
         """
+        other = origin._tables[sequence_id]
         table = Table([], list(other.num_freed_prefix_blocks), [0] * len(self.groups))
         for group, pool, blocks in zip(self.groups, self.pools, other.blocks, strict=True):
             kept = blocks[: -(-upto // group.block_size)]
@@ -441,6 +468,10 @@ class KVCache:
                 return None
             fresh = iter(new)
             table.blocks.append([next(fresh) if block >= 0 else -1 for block in kept])
+        here, there = self.states, origin.states
+        if here and there and not here.open_like(sequence_id, there.live(sequence_id)):
+            self.free(table)
+            return None
         self._tables[sequence_id] = table
         return table
 
@@ -450,51 +481,20 @@ class KVCache:
         """Block ids of the sequence for each group."""
         return tuple(tuple(blocks) for blocks in self._tables[sequence_id].blocks)
 
-    def check(self, leased: Seq[Table] = ()) -> None:
+    def check(self, leased: Seq[Table] = (), detached: Iterable[LiveSlots] = ()) -> None:
         """Raise InvariantError if a block is lost, owned twice, or wrongly shared.
 
         Args:
             leased: detached tables whose blocks are not given up yet.
+            detached: the same of slots of recurrent state.
         """
         for index, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
-            references: Counter[int] = Counter()
-            for sequence_id, table in self._tables.items():
-                held = [block for block in table.blocks[index] if block >= 0]
-                if len(set(held)) != len(held):
-                    raise InvariantError(f"sequence {sequence_id} holds a block twice")
-                if any(
-                    block >= 0
-                    for block in table.blocks[index][: table.num_freed_prefix_blocks[index]]
-                ):
-                    raise InvariantError(f"sequence {sequence_id} holds a dropped head")
-                references.update(held)
-            for table in leased:
-                references.update(block for block in table.blocks[index] if block >= 0)
-            pool.check(references)
-            self._check_writers(index, group)
+            check_blocks(index, group, pool, self._tables, leased)
         if self.states is not None:
-            self.states.check(self._tables)
-
-    def _check_writers(self, index: int, group: GroupSpec) -> None:
-        writers: dict[int, int] = {}
-        for sequence_id, table in self._tables.items():
-            for block in table.blocks[index][table.full[index] :]:
-                if block >= 0 and writers.setdefault(block, sequence_id) != sequence_id:
-                    raise InvariantError(f"block {block} of {group.name} has two writers")
+            self.states.check(self._tables, detached)
 
     def _by_group(self, table: Table) -> list[tuple[GroupSpec, BlockPool, list[int], int]]:
         return [
             (group, self.pools[index], blocks, index)
             for index, (group, blocks) in enumerate(zip(self.groups, table.blocks, strict=False))
         ]
-
-
-def _run_lengths(pool: BlockPool, block_hashes: Seq[bytes], stop_at_gap: bool) -> list[int]:
-    """For each block, how many blocks in a row up to it are present in the pool."""
-    run, lengths = 0, []
-    for block_hash in block_hashes:
-        run = run + 1 if pool.find(block_hash) is not None else 0
-        if run == 0 and stop_at_gap:
-            break
-        lengths.append(run)
-    return lengths

@@ -180,6 +180,16 @@ class BlockPool:
         """Return the block with this content, without taking a reference."""
         return self._block_of.get(block_hash)
 
+    def run_lengths(self, block_hashes: Iterable[bytes], stop_at_gap: bool) -> list[int]:
+        """For each block, how many blocks in a row up to it are present."""
+        run, lengths = 0, []
+        for block_hash in block_hashes:
+            run = run + 1 if block_hash in self._block_of else 0
+            if run == 0 and stop_at_gap:
+                break
+            lengths.append(run)
+        return lengths
+
     def share(self, block: int) -> None:
         """Take one more reference to a block that ``find`` returned."""
         if self._references[block] == 0:

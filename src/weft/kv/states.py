@@ -16,6 +16,16 @@ like a block of a window of one token. Marks are given up as soon as they are ha
 nothing where slots run short, since those that were used longest ago are written over. Of a
 conversation the next turn needs the newest mark: that of its prompt and the one that it began with,
 if that was an output's, are written over first.
+
+A state cannot be taken back where a draft fails. So a step with drafts writes the state after its
+certain tokens, as if it had none, and another one after the last guess:
+
+    tokens   77 . 78 . 79 . 80 . 81 . 82 . 83
+    step 9   A -> B ------> M ------------> C    one token, and five guesses
+
+When it is committed, ``settle`` picks the last of these whose tokens all came out as guessed: C if
+all did, else M, or B. The right tokens behind it are computed again, by the next step of the
+sequence. States behind a wrong guess get no hash, ever: their slots are spare.
 """
 
 from __future__ import annotations
@@ -56,6 +66,8 @@ class LiveSlots:
         spare: what steps may write.
         retired: with the tokens computed by which no launched step reads them.
         marks: with the tokens that they hold, of launched steps.
+        guesses: with the tokens that they hold, of a launched step with drafts, of which ``now`` is
+            to be one; the first after certain tokens. ``now`` is ``NO_STATE`` until then.
         rolling: hash of the latest mark of the output, which the next one replaces.
         passed: hashes of marks that nobody needs much who has that of the output.
     """
@@ -66,13 +78,19 @@ class LiveSlots:
     spare: list[int] = field(default_factory=list)
     retired: deque[tuple[int, int]] = field(default_factory=deque)
     marks: deque[tuple[int, int]] = field(default_factory=deque)
+    guesses: list[tuple[int, int]] = field(default_factory=list)
     rolling: bytes = b""
     passed: list[bytes] = field(default_factory=list)
 
     def slots(self) -> list[int]:
         """All references."""
         now = [] if self.now == NO_STATE else [self.now]
-        return [*now, *self.spare, *(slot for _, slot in (*self.retired, *self.marks))]
+        placed = (*self.retired, *self.marks, *self.guesses)
+        return [*now, *self.spare, *(slot for _, slot in placed)]
+
+    def own(self) -> int:
+        """Slots that steps may write, or have written for this sequence alone to go on from."""
+        return len(self.spare) + (self.now != NO_STATE and not self.kept) + 2 * bool(self.guesses)
 
 
 class StateSlots:
@@ -108,15 +126,19 @@ class StateSlots:
         self._prefixes[sequence_id] = Prefix(end, attention if attention > hit else 0)
         return hit
 
-    def open(self, sequence_id: int, block_hash: bytes | None) -> None:
-        """Let a sequence begin: after the tokens of a block that ``find`` has found, or before any.
+    def open(self, sequence_id: int, hashes: Seq[bytes], hit: int) -> None:
+        """Let a sequence begin after the ``hit`` tokens that ``find`` has found, or before any.
+
+        Args:
+            hashes: of the blocks of the sequence.
 
         Raises:
             InvariantError: the state is not there any more.
         """
         live = self._live[sequence_id] = LiveSlots(self._prefixes.get(sequence_id, Prefix()))
-        if block_hash is None:
+        if not hit:
             return
+        block_hash = hashes[hit // self.block_size - 1]
         slot = self.pool.find(block_hash)
         if slot is None:
             raise InvariantError("the prefix cache changed between find and open")
@@ -131,32 +153,42 @@ class StateSlots:
 
     def needed(self, sequence_ids: Iterable[int]) -> int:
         """Slots that must be available for these sequences to compute."""
-        return sum(LIVE - self._own(self._live[i]) for i in sequence_ids)
+        return sum(max(0, LIVE - self._live[i].own()) for i in sequence_ids)
 
-    def reserve(self, sequence_id: int) -> bool:
-        """Take the slots that a sequence always has of its own; whether there were any."""
+    def reserve(self, sequence_id: int, *, drafts: bool = False) -> bool:
+        """Take the slots that a sequence always has of its own; whether there were any.
+
+        Args:
+            drafts: and one more, for a step with drafts.
+        """
         live = self._live[sequence_id]
-        if not (missing := LIVE - self._own(live)):
+        missing = LIVE + drafts - live.own()
+        if missing <= 0:
             return True
         slots = self.pool.allocate(missing)
         live.spare += slots or ()
         return slots is not None
 
-    @staticmethod
-    def _own(live: LiveSlots) -> int:
-        return len(live.spare) + (live.now != NO_STATE and not live.kept)
-
     # -- computing -----------------------------------------------------------------------------
 
-    def plan(self, sequence_id: int, start: int, count: int) -> StateRow:
+    def plan(self, sequence_id: int, start: int, count: int, drafts: int = 0) -> StateRow:
         """Return what a step reads and writes that computes tokens [start, start + count).
 
-        Steps of a sequence are planned in the order in which they are computed.
+        Steps of a sequence are planned in the order in which they are computed; after one with
+        drafts the next one is planned when ``settle`` was called.
+
+        Args:
+            drafts: guesses that are computed after these tokens.
         """
         live, end, marks = self._live[sequence_id], start + count, list[tuple[int, int]]()
+        if live.guesses:
+            raise InvariantError(f"sequence {sequence_id} is planned before its drafts are settled")
         read, write = live.now, live.spare.pop()
+        last = live.spare.pop() if drafts else NO_STATE
         kept = False
         for place in self._places(live.prefix, start, end) if self._marks else ():
+            if drafts and place == end:
+                break  # whether it is kept is settled later
             found = self.pool.allocate(1)
             if found is None:
                 break
@@ -173,8 +205,54 @@ class StateSlots:
             live.retired.append((end, read))
         elif read != NO_STATE:
             live.spare.append(read)
+        if drafts:
+            between = self._between(end, end + drafts)
+            live.guesses = [(end, write), *between, (end + drafts, last)]
+            live.now, live.kept = NO_STATE, False
+            return StateRow(read, last, (*marks, *live.guesses[:-1]))
         live.now, live.kept = write, kept
         return StateRow(read, write, tuple(marks))
+
+    def _between(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Slots for the states at the boundaries among guesses, as far as there are any."""
+        found = []
+        first = start // self._alignment * self._alignment + self._alignment
+        for place in range(first, end, self._alignment) if self._marks else ():
+            if (slot := self.pool.allocate(1)) is None:
+                break
+            found.append((place, slot[0]))
+        return found
+
+    def settle(self, sequence_id: int, upto: int) -> int:
+        """Pick the state from which a sequence goes on after a step with drafts.
+
+        Args:
+            upto: tokens that are computed, guesses included that came out right.
+
+        Returns:
+            the tokens that the state holds; those behind them must be computed again.
+
+        Raises:
+            InvariantError: no drafts are to be settled.
+        """
+        live, pool = self._live[sequence_id], self.pool
+        guesses, live.guesses = live.guesses, []
+        right = sum(place <= upto for place, _ in guesses)
+        if not right:
+            raise InvariantError(f"sequence {sequence_id} has no drafts of {upto} tokens to settle")
+        place, live.now = guesses.pop(right - 1)
+        at_boundary = [g for g in guesses[: right - 1] if g[0] % self._alignment == 0]
+        live.kept = self._marks and place % self._alignment == 0
+        if live.kept:
+            pool.share(live.now)
+            live.marks.append((place, live.now))
+        elif self._marks and at_boundary:
+            live.marks.append(at_boundary[-1])
+            guesses.remove(at_boundary[-1])
+        live.spare += [slot for _, slot in guesses]
+        while live.own() > LIVE:
+            pool.release(live.spare.pop())
+        return place
 
     def _places(self, prefix: Prefix, start: int, end: int) -> list[int]:
         """Where a step has marks, in their order."""
@@ -219,16 +297,38 @@ class StateSlots:
                 self.pool.demote(slot)
         live.passed.clear()
 
+    # -- moving --------------------------------------------------------------------------------
+
+    def live(self, sequence_id: int) -> LiveSlots:
+        """The slots of a sequence that has some."""
+        return self._live[sequence_id]
+
+    def open_like(self, sequence_id: int, other: LiveSlots) -> bool:
+        """Take a slot for the state of a sequence of another tier; whether there was one."""
+        if (slots := self.pool.allocate(1)) is None:
+            return False
+        self._live[sequence_id] = LiveSlots(
+            other.prefix, slots[0], rolling=other.rolling, passed=list(other.passed)
+        )
+        return True
+
+    def detach(self, sequence_id: int) -> LiveSlots:
+        """Detach the slots from their sequence; the caller must ``free`` them."""
+        return self._live.pop(sequence_id)
+
     # -- releasing -----------------------------------------------------------------------------
 
-    def close(self, sequence_id: int, faulty: Seq[bytes] = ()) -> None:
-        """Release the slots of a sequence.
+    def close(self, sequence_id: int) -> None:
+        """Release the slots of a sequence."""
+        self.free(self.detach(sequence_id))
 
-        Args:
-            faulty: hashes of blocks that it has computed wrongly: nobody may find their states.
-        """
-        for slot in self._live.pop(sequence_id).slots():
+    def free(self, live: LiveSlots) -> None:
+        """Release detached slots."""
+        for slot in live.slots():
             self.pool.release(slot)
+
+    def disown(self, faulty: Seq[bytes]) -> None:
+        """Let nobody find states of these hashes, of blocks that were computed wrongly."""
         for block_hash in faulty:
             slot_of = self.pool.find(block_hash)
             if slot_of is not None and self.pool.references(slot_of):
@@ -241,19 +341,22 @@ class StateSlots:
         held = Counter(slot for i in sequence_ids for slot in self._live[i].slots())
         return sum(self.pool.references(slot) == count for slot, count in held.items())
 
-    def check(self, sequence_ids: Iterable[int]) -> None:
+    def check(self, sequence_ids: Iterable[int], detached: Iterable[LiveSlots] = ()) -> None:
         """Raise InvariantError if a slot is lost, or may be written while others read it.
 
         Args:
             sequence_ids: those that have blocks.
+            detached: slots that are not given up yet.
         """
         if self._live.keys() != set(sequence_ids):
             raise InvariantError("the sequences with states are not those with blocks")
-        held = Counter(slot for live in self._live.values() for slot in live.slots())
+        everybody = (*self._live.values(), *detached)
+        held = Counter(slot for live in everybody for slot in live.slots())
         self.pool.check(held)
         for sequence_id, live in self._live.items():
-            written = [*live.spare, *([] if live.kept else [live.now])]
+            written = [*live.spare, *(slot for _, slot in live.guesses)]
+            written += [] if live.kept else [live.now]
             if any(held[slot] > 1 for slot in written if slot != NO_STATE):
                 raise InvariantError(f"sequence {sequence_id} may write a state that is shared")
-            if self._own(live) not in (0, LIVE, LIVE + 1):
-                raise InvariantError(f"sequence {sequence_id} has {self._own(live)} slots")
+            if live.own() not in (0, 1, LIVE, LIVE + 1):
+                raise InvariantError(f"sequence {sequence_id} has {live.own()} slots")

@@ -22,6 +22,7 @@ from weft.kv.disk_cache import DiskCache
 from weft.kv.hashing import HashChain
 from weft.kv.host_prefixes import HostPrefixes
 from weft.kv.places import HostPool, HostPools
+from weft.kv.states import LiveSlots, StateSlots
 from weft.kv.table import Table
 
 
@@ -31,11 +32,13 @@ class MovePin:
 
     Attributes:
         tables: with the cache of each.
+        states: the slots of recurrent state that belong to them.
         faulty_from: first token that the sequence computed itself, if it turned out to be faulty.
     """
 
     sequence_id: int
     tables: list[tuple[KVCache, Table]] = field(default_factory=list)
+    states: list[tuple[StateSlots, LiveSlots]] = field(default_factory=list)
     faulty_from: int | None = None
 
 
@@ -75,7 +78,7 @@ class TieredCache:
             groups,
             prefix_caching=prefix_caching,
             chains=chains,
-            host=self._prefixes,
+            host=self._prefixes if self.host.states is None else None,
             disk=disk,
         )
         self.groups = self.device.groups
@@ -124,6 +127,10 @@ class TieredCache:
             return computed + 1
         return self.of(sequence_id).commit(sequence_id, tokens, computed)
 
+    def settle(self, sequence_id: int, upto: int) -> int:
+        """See ``KVCache.settle``; only the device computes drafts."""
+        return self.device.settle(sequence_id, upto)
+
     def max_tokens(self) -> int:
         """Longest sequence that fits into one of the tiers when it has all of it to itself."""
         return max(self.device.max_tokens(), self.host.max_tokens())
@@ -139,6 +146,9 @@ class TieredCache:
         if pins is None:
             cache.release(sequence_id, faulty_from=faulty_from)
             return
+        if faulty_from is not None:
+            cache.disown_states(sequence_id, faulty_from)
+        self._pin_state(pins[-1], cache)
         pins[-1].tables.append((cache, cache.detach(sequence_id)))
         if faulty_from is not None:
             for pin in pins:
@@ -168,19 +178,38 @@ class TieredCache:
         if pool is None and here is not self.host:
             return None
         there = self.device if pool is None else pool.cache
-        target = there.open_like(sequence_id, source, upto)
+        target = there.open_like(sequence_id, here, upto)
         if target is None:
             return None
         here.detach(sequence_id)
         if pool is not None:
             self.hosts.put(sequence_id, pool)
         pin = MovePin(sequence_id, [(here, source)])
+        state = None
+        if here.states is not None and there.states is not None:
+            state = here.states.live(sequence_id).now, there.states.live(sequence_id).now
+            if not after_layer:
+                self._pin_state(pin, here)
         self._pins.setdefault(sequence_id, []).append(pin)
         tables = zip(source.blocks, target.blocks, strict=True)
         pairs = [(tuple(old[: len(new)]), tuple(new)) for old, new in tables]
         old, new = tuple(a for a, _ in pairs), tuple(b for _, b in pairs)
         host = OWN_HOST if pool is None else pool.session
-        return KVMove(row, to, old, new, after_layer, host), pin
+        return KVMove(row, to, old, new, after_layer, host, state), pin
+
+    @staticmethod
+    def _pin_state(pin: MovePin, cache: KVCache) -> None:
+        if cache.states is not None:
+            pin.states.append((cache.states, cache.states.detach(pin.sequence_id)))
+
+    def planned(self, move: KVMove, pin: MovePin) -> KVMove:
+        """A move of a step that is planned whole: what leaves after it is the state it writes."""
+        here, _ = pin.tables[0]
+        if not move.after_layer or move.state is None or here.states is None:
+            return move
+        now = here.states.live(pin.sequence_id).now
+        self._pin_state(pin, here)
+        return move._replace(state=(now, move.state[1]))
 
     def _host_for(self, source: Table, upto: int, *, after_layer: bool) -> HostPool | None:
         """The host that takes tokens [0, upto) of a table of the device."""
@@ -188,7 +217,9 @@ class TieredCache:
             blocks[: -(-upto // group.block_size)]
             for group, blocks in zip(self.groups, source.blocks, strict=True)
         ]
-        pool = self.hosts.choose([sum(block >= 0 for block in blocks) for blocks in kept])
+        states = [] if self.device.states is None else [1]
+        blocks = [sum(block >= 0 for block in blocks) for blocks in kept]
+        pool = self.hosts.choose([*blocks, *states])
         return None if pool is None or (after_layer and pool.session != OWN_HOST) else pool
 
     def complete_move(self, pin: MovePin) -> None:
@@ -200,18 +231,25 @@ class TieredCache:
             del self._pins[pin.sequence_id]
         for cache, table in pin.tables:
             cache.free(table, faulty_from=pin.faulty_from)
+        for slots, live in pin.states:
+            slots.free(live)
 
     def moving(self, sequence_id: int) -> bool:
         """Whether a move of the sequence is in flight."""
         return sequence_id in self._pins
 
     def coming(self) -> list[int]:
-        """Device blocks, by group, that moves in flight will release unless they are shared."""
-        counts = [0] * len(self.groups)
+        """Device blocks, by group, that moves in flight will release unless they are shared.
+
+        Of states the slots, as the last number.
+        """
+        counts = [0] * len(self.device.all_pools)
         for pins in self._pins.values():
             for cache, table in (pair for pin in pins for pair in pin.tables):
                 for group, blocks in enumerate(table.blocks if cache is self.device else ()):
                     counts[group] += sum(block >= 0 for block in blocks)
+            for slots, live in (pair for pin in pins for pair in pin.states):
+                counts[-1] += live.own() if slots is self.device.states else 0
         return counts
 
     def check(self) -> None:
@@ -226,7 +264,8 @@ class TieredCache:
             ]
             if cache is self.host:
                 pinned.append(Table(self._prefixes.held(), [], []))
-            cache.check(pinned)
+            states = (pair for pins in self._pins.values() for pin in pins for pair in pin.states)
+            cache.check(pinned, [live for slots, live in states if slots is cache.states])
         hosted = self.hosted()
         if len(set(hosted)) < len(hosted):
             raise InvariantError("a sequence has KV in two hosts")

@@ -140,11 +140,13 @@ class Committer:
     ) -> None:
         """Append the tokens that came out as they were guessed, up to the end of the sequence.
 
-        The KV of the others lies beyond what counts as computed, and is written again.
+        The KV of the others lies beyond what counts as computed, and is written again. So is that
+        of tokens behind the last recurrent state that no wrong guess has touched.
         """
         totals, accepted = self._sequences.totals, result.accepted.get(sequence.id, ())
         totals.drafted_tokens += len(draft)
         if sequence.finish is not None:
+            self._sequences.cache.settle(sequence.id, sequence.computed)
             return
         totals.accepted_tokens += len(accepted)
         totals.output_tokens += len(accepted)
@@ -158,6 +160,7 @@ class Committer:
                 outputs.tokens.append((sequence.id, token))
             if end is not None:
                 break
+        sequence.keep(self._sequences.cache.settle(sequence.id, sequence.computed))
         if sequence.computed >= sequence.block_full_at and sequence not in due:
             due.append(sequence)
         assert sequence.drafter is not None

@@ -88,7 +88,7 @@ class Filler:
             sequence.synchronous_from = sequence.known + sequence.drafter.searched_in_vain()
         if not draft:
             return ()
-        grown = self._cache.extend(sequence.id, sequence.known + len(draft))
+        grown = self._cache.extend(sequence.id, sequence.known + len(draft), drafts=True)
         if grown is None:
             return ()
         self._extend(step, sequence, grown)

@@ -48,7 +48,7 @@ class HostMemory(DeviceMemory):
         host: the KV of the device's own host.
         hosted: ids of the sequences whose KV lies with the host, or goes there with this step.
         moving: what changes the tier in the step that is being planned.
-        coming: device blocks, by group, that launched moves will free.
+        coming: device blocks, by group, and slots of states that launched moves will free.
     """
 
     def __init__(self, cache: TieredCache) -> None:
@@ -57,7 +57,7 @@ class HostMemory(DeviceMemory):
         self.host = cache.host
         self.hosted: set[int] = set()
         self.moving = Movements()
-        self.coming = [0] * len(cache.groups)
+        self.coming = cache.coming()
         self._pins: deque[list[MovePin]] = deque()
 
     # -- hooks of a plan -------------------------------------------------------------------------
@@ -70,7 +70,8 @@ class HostMemory(DeviceMemory):
     def launch(self, plan: StepPlan) -> StepPlan:
         """Add to a plan what its step moves."""
         self._pins.append(self.moving.pins)
-        moves = tuple(self.moving.moves)
+        pairs = zip(self.moving.moves, self.moving.pins, strict=True)
+        moves = tuple(self.tiers.planned(move, pin) for move, pin in pairs)
         zero_places = self.tiers.hosts.take_zero()
         return replace(plan, moves=moves, zero_host=self.host.take_zero(), zero_places=zero_places)
 
@@ -251,8 +252,8 @@ class SwapMemory(HostMemory):
         spare = self.needed_soon(device, SOON - 1, SOON)
         if device:
             spare = [
-                need + group.num_blocks // SPARE
-                for need, group in zip(spare, self.cache.groups, strict=True)
+                need + pool.num_blocks // SPARE
+                for need, pool in zip(spare, self.cache.all_pools, strict=True)
             ]
         tokens = 0
         for sequence in on_host:
@@ -284,7 +285,7 @@ class SwapMemory(HostMemory):
         empty = len(on_host) == len(self.sequences.running) and not self.sequences.closing
         if not on_host or not empty or self.moving.moves or any(self.coming):
             return
-        if not self._fits_device(on_host[0], [0] * len(self.cache.groups)):
+        if not self._fits_device(on_host[0], [0] * len(self.coming)):
             self.preempt(on_host[0])
 
     # -- preemption ------------------------------------------------------------------------------

@@ -166,12 +166,6 @@ class Scheduler:
                 f"known: {', '.join(self._priorities)}.",
                 param="service_class",
             )
-        if self.cache.states is not None and request.sampling.speculation:
-            raise ParameterError(
-                "This model has recurrent layers, whose states cannot be taken back where a guess "
-                "fails; set speculation to 0.",
-                param="speculation",
-            )
         sequence = sequence_of(
             request,
             (self._priorities[request.service_class], self.admission.arrivals + 1),
@@ -266,7 +260,11 @@ class Scheduler:
         if (slots := self.cache.states) is None:
             return ()
         rows = zip(step.sequences, step.starts, step.counts, strict=True)
-        return tuple(slots.plan(sequence.id, start, count) for sequence, start, count in rows)
+        drafts = {sequence.id: len(draft) for sequence, draft in step.drafts}
+        return tuple(
+            slots.plan(sequence.id, start, count, drafts.get(sequence.id, 0))
+            for sequence, start, count in rows
+        )
 
     # -- committing ---------------------------------------------------------------------------
 

@@ -7,7 +7,8 @@ Its "KV cache" stores (position, token) in each block, and the next token is
 
 so a token is right only if every block that it needs was kept, shared, grown and moved correctly.
 Each tier has such a cache; a row reads and writes where the plan has put its KV, and the
-sub-batches must say the same.
+sub-batches must say the same. A group of recurrent layers counts like a full one, over the tokens
+of which the slot that a step reads is the state, and those that follow; each slot keeps them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,17 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
 from weft.core.errors import InvariantError, NonFiniteLogitsError, WeftError
-from weft.core.plan import KVMove, LeasedTokens, RowAdd, StepPlan, StepResult, Tier, TierCopy
+from weft.core.plan import (
+    NO_STATE,
+    KVMove,
+    LeasedTokens,
+    RowAdd,
+    StepPlan,
+    StepResult,
+    SubBatch,
+    Tier,
+    TierCopy,
+)
 from weft.kv.cache import GroupSpec
 from weft.sim.piggyback import Piggyback
 
@@ -29,7 +40,8 @@ def next_token(tokens: Seq[int], groups: Seq[GroupSpec], vocab_size: int) -> int
     """The token that follows ``tokens``, by the formula of the module docstring."""
     total = 0
     for group in groups:
-        first = 0 if group.window is None else max(0, len(tokens) - group.window)
+        window = len(tokens) if group.window is None or group.recurrent else group.window
+        first = max(0, len(tokens) - window)
         total += sum((p + 1) * tokens[p] for p in range(first, len(tokens)))
     return total % vocab_size
 
@@ -53,6 +65,7 @@ class _ModelledRow:
     min_length: int = 0
     embed: bool = False
     tier: Tier = Tier.DEVICE
+    state: tuple[int, ...] = ()  # tokens of which the latest step has made the state
 
 
 class ModelledLease:
@@ -129,7 +142,9 @@ class ModelledExecutor:
         self.overlaps = False
         self._piggyback = piggyback
         self._now = 0.0  # in steps; one that waits for the host takes longer
-        self._groups = tuple(groups)
+        self._groups = tuple(group for group in groups if not group.recurrent)
+        self._recurrent = len(self._groups) < len(groups)
+        self._states: dict[Tier, dict[int, tuple[int, ...]]] = {tier: {} for tier in Tier}
         self._vocab_size = vocab_size
         self._faulty = faulty
         self._rows: dict[int, _ModelledRow] = {}
@@ -139,6 +154,7 @@ class ModelledExecutor:
             tier: [
                 [[None] * group.block_size for _ in range(count)]
                 for group, count in zip(groups, counts[tier], strict=False)
+                if not group.recurrent
             ]
             for tier in Tier
         }
@@ -178,6 +194,7 @@ class ModelledExecutor:
         accepted: dict[int, tuple[tuple[int, None], ...]] = {}
         embeddings: dict[int, bytes] = {}
         for batch in ticket.plan.batches:
+            self._advance(batch)
             for index, start, count, samples, tier in zip(
                 batch.rows, batch.starts, batch.counts, batch.samples, batch.row_tiers, strict=True
             ):
@@ -343,6 +360,11 @@ class ModelledExecutor:
                 if row.tables[group][index] != old:
                     raise InvariantError(f"sequence {row.sequence_id} moves what is not its own")
                 self._kv[move.to][group][new] = list(self._kv[row.tier][group][old])
+        if self._recurrent != (move.state is not None):
+            raise InvariantError(f"a move of sequence {row.sequence_id} forgets its state")
+        if move.state is not None:
+            read, write = move.state
+            self._states[move.to][write] = self._states[row.tier][read]
         row.tier, row.tables = move.to, [list(table) for table in move.target]
         if self._piggyback is not None:
             if move.to is Tier.HOST:
@@ -358,6 +380,33 @@ class ModelledExecutor:
         return _ModelledRow(
             add.sequence_id, tokens, tables, add.stop_ids, min_length, add.embed, add.tier
         )
+
+    def _advance(self, batch: SubBatch) -> None:
+        """Read and write the states of all rows of a sub-batch.
+
+        Raises:
+            InvariantError: a slot is not the state before the tokens of its row, or the plan says
+                nothing of states.
+        """
+        if len(batch.states) != len(batch.rows) * self._recurrent:
+            raise InvariantError("a plan has states for some rows only")
+        slots, written = self._states[Tier.DEVICE], dict[int, tuple[int, ...]]()
+        for index, start, count, state in zip(
+            batch.rows, batch.starts, batch.counts, batch.states, strict=False
+        ):
+            row = self._rows[index]
+            before = () if state.read == NO_STATE else slots[state.read]
+            if before != tuple(row.tokens[:start]):
+                raise InvariantError(f"sequence {row.sequence_id} reads a state of other tokens")
+            tokens = (*row.tokens[: start + count], *batch.drafts.get(index, ()))
+            row.state = tokens
+            for place, slot in (*state.marks, (len(tokens), state.write)):
+                if slot in written:
+                    raise InvariantError(f"slot {slot} is written twice in a step")
+                written[slot] = tokens[:place]
+        if any(state.read in written for state in batch.states):
+            raise InvariantError("a step writes a state that it reads")
+        slots.update(written)
 
     def _write(self, row: _ModelledRow, start: int, tokens: Seq[int]) -> None:
         for group, blocks, table in zip(self._groups, self._kv[row.tier], row.tables, strict=True):
@@ -387,6 +436,8 @@ class ModelledExecutor:
                         f"sequence {row.sequence_id} reads {slot} at position {position}"
                     )
                 total += (position + 1) * slot[1]
+        if self._recurrent:
+            total += sum((p + 1) * token for p, token in enumerate(row.state[:length]))
         return total
 
     def touched_blocks(self, tier: Tier = Tier.DEVICE) -> list[set[int]]:
