@@ -11,6 +11,7 @@ from weft.core.errors import InvariantError
 from weft.core.plan import NO_STATE
 from weft.kv.cache import GroupSpec, KVCache
 from weft.kv.states import MARK_EVERY
+from weft.kv.tiers import TieredCache
 
 SIZE = 4
 
@@ -253,6 +254,104 @@ def test_drafts_without_a_slot_to_spare_are_not_made():
     assert cache.extend(1, 12, drafts=True) is None
     assert cache.pools[0].held == held
     assert cache.extend(1, 12) is not None
+
+
+# -- the host -------------------------------------------------------------------------------------
+
+
+def tiers_of(slots: int = 8, host_slots: int = 2) -> TieredCache:
+    groups = [
+        GroupSpec("full", SIZE, 64),
+        GroupSpec("state", SIZE, slots, window=1, recurrent=True),
+    ]
+    return TieredCache(groups, (64, host_slots))
+
+
+def begin(tiers: TieredCache, slots: Slots, number: int, tokens: list[int]) -> int:
+    """Compute a prompt on the device; return the slot of its state."""
+    tiers.register(number, b"")
+    tiers.device.open(number, tiers.device.find_prefix(number, tokens))
+    assert tiers.device.extend(number, len(tokens)) is not None
+    step = tiers.device.states.plan(number, 0, len(tokens))
+    slots.run(tokens, 0, len(tokens), step)
+    tiers.commit(number, tokens, len(tokens))
+    tiers.check()
+    return step.write
+
+
+def test_a_sequence_moves_with_the_state_that_its_next_step_reads():
+    tiers, slots, host = tiers_of(), Slots(), Slots()
+    tokens = list(range(10))
+    now = begin(tiers, slots, 1, tokens)
+    held = tiers.device.held(1)
+    assert held == [3, 2]
+    away, pin = tiers.move(1, 0, 10)
+    assert tiers.planned(away, pin) == away
+    assert away.state[0] == now
+    host.content[away.state[1]] = slots.content[now]
+    assert tiers.coming() == held
+    tiers.check()
+    tiers.complete_move(pin)
+    assert tiers.coming() == [0, 0]
+    assert tiers.device.states.pool.held == 0
+    assert tiers.device.states.pool.cached()  # the mark of the prompt stays
+    assert (tiers.host.held(1), tiers.host.needs(1, 11, 1)) == ([3, 1], [0, 1])
+    back, pin = tiers.move(1, 0, 10)
+    assert back.state[0] == away.state[1]
+    slots.content[back.state[1]] = host.content[back.state[0]]
+    assert tiers.device.extend(1, 11) is not None
+    slots.run([*tokens, 7], 10, 1, tiers.device.states.plan(1, 10, 1))
+    tiers.complete_move(pin)
+    tiers.commit(1, [*tokens, 7], 11)
+    tiers.check()
+    assert tiers.host.states.pool.held == 0
+    tiers.release(1)
+    assert tiers.device.states.pool.held == 0
+
+
+def test_what_leaves_after_a_step_is_the_state_that_it_writes():
+    tiers, slots = tiers_of(), Slots()
+    tokens = list(range(10))
+    before = begin(tiers, slots, 1, tokens)
+    assert tiers.device.extend(1, 11) is not None
+    move, pin = tiers.move(1, 0, 11, after_layer=True)  # as the step is filled
+    step = tiers.device.states.plan(1, 10, 1)
+    move = tiers.planned(move, pin)
+    assert step.read == before
+    assert move.state[0] == step.write != before
+    tiers.check()
+    tiers.release(1)  # cancelled meanwhile
+    tiers.check()
+    assert tiers.device.states.pool.held == 2
+    tiers.complete_move(pin)
+    tiers.check()
+    assert tiers.device.states.pool.held == tiers.host.states.pool.held == 0
+
+
+def test_a_host_without_a_slot_takes_no_sequence():
+    tiers, slots = tiers_of(host_slots=1), Slots()
+    for number in (1, 2):
+        begin(tiers, slots, number, list(range(20 * number, 20 * number + 10)))
+    assert tiers.move(1, 0, 10) is not None
+    held = tiers.host.pools[0].held
+    assert tiers.move(2, 1, 10) is None
+    assert tiers.host.pools[0].held == held
+
+
+def test_states_of_a_faulty_sequence_that_has_moved_are_not_found():
+    for done in (True, False):
+        tiers, slots = tiers_of(), Slots()
+        tokens = list(range(10))
+        begin(tiers, slots, 1, tokens)
+        assert tiers.device.states.pool.cached()
+        _, pin = tiers.move(1, 0, 10)
+        if done:
+            tiers.complete_move(pin)
+        tiers.release(1, faulty_from=0)
+        if not done:
+            tiers.complete_move(pin)
+        tiers.check()
+        assert not tiers.device.states.pool.cached()
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -19,9 +19,11 @@ from weft import LLM, SamplingParams
 from weft.core.errors import ConfigError, OutOfMemoryError
 from weft.core.plan import Tier
 from weft.core.types import FinishReason
+from weft.cost.host_steps import HostStage
 from weft.engine.build import build_engine
 from weft.engine.host_tier import check_attends_on_host
 from weft.engine.model import resolve_settings
+from weft.engine.timer import Timer, room_of
 from weft.kernels.arrays import to_numpy
 from weft.kernels.ops import select_ops
 from weft.models.spec_reader import read_spec
@@ -227,3 +229,25 @@ def test_attention_on_the_host_is_refused(folders, scheduler):
         check_attends_on_host(config, spec, ops)
     assert caught.value.param == "scheduler"
     assert "Choose scheduler" in caught.value.message
+
+
+def test_measured_moves_take_states_along(folders, monkeypatch):
+    config = settings_for(folders["qwen3.5"], host_kv_memory=2**22)
+    engine = build_engine(config)
+    room = room_of(config, engine.model, engine.resolved)
+    moved, copy = [], engine.executor.tier.move
+
+    def noted(move):
+        moved.append(move)
+        copy(move)
+
+    monkeypatch.setattr(engine.executor.tier, "move", noted)
+    stage = HostStage(Timer(engine.executor).run, room)
+    times = stage.shuttle((), 20, 2, both=True)
+    stage.close()
+    engine.close()
+    assert len(times.out) == len(times.back) == 2
+    last = room.rows - 1
+    there = {(2 * last, 0), (2 * (last - 1), 1)}
+    assert {move.state for move in moved if move.to is Tier.HOST} == there
+    assert {move.state[::-1] for move in moved if move.to is Tier.DEVICE} == there

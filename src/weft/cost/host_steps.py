@@ -88,10 +88,13 @@ class _HostRow(NamedTuple):
     context: int
     device: tuple[tuple[int, ...], ...]
     host: tuple[tuple[int, ...], ...]
+    state: tuple[int, int] | None = None
 
     def move(self, to: Tier) -> KVMove:
-        tables = (self.device, self.host) if to is Tier.HOST else (self.host, self.device)
-        return KVMove(self.row, to, *tables)
+        tables, state = (self.device, self.host), self.state
+        if to is Tier.DEVICE:
+            tables, state = tables[::-1], state and state[::-1]
+        return KVMove(self.row, to, *tables, state=state)
 
 
 class HostStage:
@@ -163,10 +166,11 @@ class HostStage:
         self._stage.seat(own)
         size = self._room.block_size
         there = scattered(tuple(wanted), self._host.groups, size, self._draw)
-        rows = [
-            _HostRow(self._room.rows - 1 - index, row.start + 1, self._table(row), table)
-            for index, (row, table) in enumerate(zip(wanted, there, strict=True))
-        ]
+        rows = []
+        for index, (wish, table) in enumerate(zip(wanted, there, strict=True)):
+            row, slots = self._room.rows - 1 - index, self._host.slots
+            state = (2 * row, index % slots) if slots else None
+            rows.append(_HostRow(row, wish.start + 1, self._table(wish), table, state))
         added = tuple(
             RowAdd(
                 row.row, next(self._ids), self._text[: row.context], row.context, self._sampling,

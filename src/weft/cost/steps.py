@@ -50,6 +50,7 @@ class HostRoom:
         token_bytes: of the KV of a token, in all layers.
         carries: whether steps of the device carry rows of the host.
         overlaps: whether steps have sub-batches that overlap with its attention.
+        slots: of recurrent state, which moves take along; 0 where rows have none.
     """
 
     name: str
@@ -58,6 +59,7 @@ class HostRoom:
     token_bytes: int
     carries: bool = True
     overlaps: bool = False
+    slots: int = 0
 
 
 @dataclass(frozen=True, slots=True)

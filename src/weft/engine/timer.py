@@ -37,6 +37,7 @@ def room_of(config: EngineConfig, model: Model, resolved: ResolvedConfig) -> Ste
             sum(group.bytes_per_token for group in model.facts.groups),
             carries=model.spec.rows_exchangeable,
             overlaps=config.overlaps,
+            slots=resolved.host_slots,
         )
         if resolved.host_blocks
         else None,

@@ -146,7 +146,6 @@ class Committer:
         totals, accepted = self._sequences.totals, result.accepted.get(sequence.id, ())
         totals.drafted_tokens += len(draft)
         if sequence.finish is not None:
-            self._sequences.cache.settle(sequence.id, sequence.computed)
             return
         totals.accepted_tokens += len(accepted)
         totals.output_tokens += len(accepted)
