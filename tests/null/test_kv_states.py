@@ -142,6 +142,24 @@ def test_no_marks_without_prefix_caching():
     assert cache.states.pool.available == 2
 
 
+def test_a_prefix_ends_where_a_window_has_what_its_state_goes_on_from():
+    """The state after 8 tokens is there, the window before it is not: nothing is shared."""
+    groups = [
+        GroupSpec("sliding", SIZE, 30, window=4),
+        GroupSpec("state", SIZE, 30, window=1, recurrent=True),
+    ]
+    cache, slots, tokens = KVCache(groups), Slots(), list(range(24))
+    run(cache, slots, 1, tokens, [9, 13])
+    hashes = list(cache.state_hashes(1))
+    end(cache, 1)
+    cache.register(2, b"")
+    assert cache.find_prefix(2, tokens) == 8
+    cache.pools[0].evict([cache.pools[0].find(hashes[1])])
+    assert cache.find_prefix(2, tokens) == 0
+    cache.open(2, 0)
+    cache.check()
+
+
 def test_states_need_attention_beside_them():
     state = GroupSpec("state", SIZE, 4, window=1, recurrent=True)
     for groups in ([state], [GroupSpec("full", SIZE, 4), state, state]):

@@ -126,3 +126,23 @@ def test_a_host_without_slots_left_takes_nobody():
     requests, inbox, scheduler = run(world, arrivals, {})
     assert_answers(world, requests, inbox, set(), set())
     assert scheduler.totals.preemptions > 0 < scheduler.totals.blocks_to_host
+
+
+@pytest.mark.parametrize(("blocks", "slots"), [(16, 40), (80, 4), (16, 4)])
+def test_a_prefix_that_the_device_has_given_up_comes_back_with_its_state(blocks, slots):
+    """Its KV, its state or both have gone to the host; at most a block of it is computed again."""
+    groups = (GroupSpec("full", 4, blocks), GroupSpec("state", 4, slots, window=1, recurrent=True))
+    seen = []
+    world = World(groups, Limits(2, 64, 64), 1, host_blocks=(400, 100))
+    texts = [tuple(range(n, n + 41)) for n in (0, 30, 50)]
+    texts.append((*texts[0], 5, 6, 7))
+    arrivals = {
+        30 * turn: [Request(turn, text, SamplingParams(max_tokens=6))]
+        for turn, text in enumerate(texts)
+    }
+    make = watching(fcfs, lambda _, plan: seen.append(plan))
+    requests, inbox, scheduler = run(world, arrivals, {}, make=make)
+    assert_answers(world, requests, inbox, set(), set())
+    groups_of = {group for plan in seen for group, _, _ in plan.fills}
+    assert groups_of == ({0} if blocks == 16 else set()) | ({1} if slots == 4 else set())
+    assert scheduler.totals.cached_tokens == 40

@@ -34,6 +34,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3-moe-mixed": {"steps_in_flight": 0},
     "gemma2": {"kv_dtype": "fp8"},
     "qwen2-window": {"kernels": "reference"},
+    "qwen3.5": {},
+    "qwen3-next": {"steps_in_flight": 0},
 }
 WAIT_S = 20.0
 

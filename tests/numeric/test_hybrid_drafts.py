@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from checkpoints import RECURRENT, build, prompt, save_with_tokenizer
 from test_hybrid_engine import answers, llm, scheduler_of
-from tight_kv import run, settings_for, traffic
+from tight_kv import GREEDY as FEW
+from tight_kv import Traffic, least_kv_memory, run, settings_for, traffic
 
 from weft import LLM, SamplingParams
 from weft.core.errors import ConfigError, OutOfMemoryError
 from weft.core.plan import Tier
-from weft.core.types import FinishReason
+from weft.core.types import FinishReason, Request
 from weft.cost.host_steps import HostStage
 from weft.engine.build import build_engine
 from weft.engine.host_tier import check_attends_on_host
@@ -203,13 +204,11 @@ def test_drafts_moves_and_preemption_change_no_token(
     assert all(pool.held == 0 for cache in caches for pool in cache.all_pools)
 
 
-def test_the_host_has_a_slot_for_each_row_or_half_its_memory(folders):
+def test_half_the_memory_of_the_host_is_slots(folders):
     folder = folders["qwen3.5"]
-    _, resolved = resolve_settings(settings_for(folder, host_kv_memory=2**22))
-    assert resolved.host_slots == 8
     model, resolved = resolve_settings(settings_for(folder, host_kv_memory=2**17))
     state = model.facts.state_bytes
-    assert resolved.host_slots == 2**16 // state < 8
+    assert resolved.host_slots == 2**16 // state
     taken = resolved.host_slots * state + sum(
         blocks * 8 * group.bytes_per_token
         for blocks, group in zip(resolved.host_blocks, model.facts.groups, strict=True)
@@ -251,3 +250,23 @@ def test_measured_moves_take_states_along(folders, monkeypatch):
     there = {(2 * last, 0), (2 * (last - 1), 1)}
     assert {move.state for move in moved if move.to is Tier.HOST} == there
     assert {move.state[::-1] for move in moved if move.to is Tier.DEVICE} == there
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next"])
+def test_a_prefix_that_others_have_pushed_out_comes_back_with_its_state(
+    folders, monkeypatch, name
+) -> None:
+    """From the host, bit for bit, with only what is new computed."""
+    folder = folders[name]
+    arrivals = {
+        step: [Request(step, tuple(prompt(70, seed)), replace(FEW, seed=1))]
+        for step, seed in {0: 1, 30: 2, 60: 3, 90: 1}.items()
+    }
+    config = settings_for(folder, kv_memory=least_kv_memory(folder), host_kv_memory=2**22)
+    engine = build_engine(config)
+    found, plans = run(engine, Traffic(arrivals, {}), monkeypatch)
+    assert found[90].tokens == found[0].tokens
+    last = next(index for index, plan in enumerate(plans) if plan.fills)
+    assert sum(plan.num_tokens for plan in plans[last:]) < 30
+    assert {group for plan in plans for group, *_ in plan.fills} == {0, 1}
+    assert engine.scheduler.totals.cached_tokens >= 56

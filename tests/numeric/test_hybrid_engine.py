@@ -253,7 +253,6 @@ def test_memory_for_less_than_the_fewest_slots_is_refused(folders):
     [
         {"tensor_parallel": 2},
         {"pipeline_parallel": 2},
-        {"kv_disk": "/tmp"},
         {"resident": "on"},
     ],
 )

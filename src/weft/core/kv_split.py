@@ -78,8 +78,13 @@ def state_slots(config: EngineConfig, facts: Facts, budget: int, tokens: int) ->
             f"A slot of recurrent state needs {format_bytes(size)}, and {LEAST_SLOTS} of them at "
             f"most half of the {format_bytes(budget)} for KV; raise kv_memory."
         )
+    return min(most, _useful_slots(config, facts, budget // 2))
+
+
+def _useful_slots(config: EngineConfig, facts: Facts, half: int) -> int:
+    """Slots that there may be a use for, where half of the memory is for blocks."""
     block = config.block_size * sum(group.bytes_per_token for group in facts.groups)
-    return min(most, SLOTS_A_SEQUENCE * config.max_num_seqs + budget // 2 // block)
+    return SLOTS_A_SEQUENCE * config.max_num_seqs + half // block
 
 
 def group_blocks(config: EngineConfig, facts: Facts, budget: int) -> tuple[int, ...]:
@@ -128,10 +133,15 @@ def common_blocks(
 
 
 def host_slots(config: EngineConfig, facts: Facts) -> int:
-    """Return the slots of recurrent state on the host: one a row, in half of its memory at most."""
+    """Return the slots of recurrent state on the host: half its memory, as on the device.
+
+    Raises:
+        ConfigError: that holds not even one.
+    """
     if config.host_kv_memory is None or not facts.state_bytes:
         return 0
-    slots = min(config.max_num_seqs, config.host_kv_memory // 2 // facts.state_bytes)
+    half = config.host_kv_memory // 2
+    slots = min(half // facts.state_bytes, _useful_slots(config, facts, half))
     if not slots:
         raise ConfigError(
             f"host_kv_memory ({format_bytes(config.host_kv_memory)}) holds in its half not even "

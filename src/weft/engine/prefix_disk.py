@@ -17,7 +17,7 @@ from weft.engine.devices import is_cpu
 from weft.engine.model import Model
 from weft.exec.disk_blocks import DiskBlocks
 from weft.kv.block_files import IDENTITY_BYTES, BlockFiles, file_bytes
-from weft.kv.disk_cache import DiskCache
+from weft.kv.disk_cache import WRITING_BYTES, DiskCache
 from weft.kv.lower_prefixes import LowerPrefixes
 from weft.models.kept_weights import checkpoint_identity
 from weft.models.spec_reader import read_spec
@@ -25,6 +25,7 @@ from weft.models.weight_files import weight_files
 
 CLOSE_S = 2.0  # at most, to save prefixes at the end
 RETRY_S = 0.005
+STATES_WRITING = 4  # recurrent states, of tens of MiB each, that may wait to be written
 
 
 def open_prefix_disk(
@@ -43,6 +44,7 @@ def open_prefix_disk(
             "kv_disk is for device cpu at present; leave it out on a GPU.", param="kv_disk"
         )
     sizes = [group.bytes_per_token * resolved.block_size for group in model.facts.groups]
+    sizes += [model.facts.state_bytes] * bool(model.facts.state_bytes)
     if (most := file_bytes(max(sizes))) > config.kv_disk_size:
         raise ConfigError(
             f"kv_disk_size is {format_bytes(config.kv_disk_size)}, but a block of this model takes "
@@ -52,7 +54,7 @@ def open_prefix_disk(
     files = BlockFiles(
         Path(config.kv_disk), config.kv_disk_size, kv_identity(config, resolved, model)
     )
-    return DiskCache(files, sizes)
+    return DiskCache(files, sizes, writing_bytes=max(WRITING_BYTES, STATES_WRITING * max(sizes)))
 
 
 def describe_disk(config: EngineConfig) -> str:

@@ -26,14 +26,13 @@ def check_recurrent(config: EngineConfig, spec: ModelSpec, ops: OpTable, device:
     wanted = {
         "tensor_parallel": (config.tensor_parallel > 1, "cut over ranks", "1"),
         "pipeline_parallel": (config.pipeline_parallel > 1, "split into stages", "1"),
-        "kv_disk": (config.kv_disk is not None, "kept on disk", None),
         "resident": (config.resident == "on", "advanced by the resident loop", "auto"),
     }
     for name, (is_set, what, value) in wanted.items():
         if is_set:
-            remedy = f"leave {name} out" if value is None else f"set {name} to {value}"
             raise ConfigError(
-                f"This model has recurrent layers, whose states cannot be {what} yet; {remedy}.",
+                f"This model has recurrent layers, whose states cannot be {what} yet; set {name} "
+                f"to {value}.",
                 param=name,
             )
     if ops.names["paged_attention"] == "cpu":

@@ -209,7 +209,7 @@ class PolicyChoice:
             states.pool.evict(range(2 * self._room.rows))  # those of steps by hand
         kv = scheduler.memory.kv
         if isinstance(kv, TieredCache):
-            for pool in kv.host.pools:
+            for pool in kv.host.all_pools:
                 pool.forget()
 
     def _keep(self, result: Result | Fitted) -> None:

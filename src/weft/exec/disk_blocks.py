@@ -9,24 +9,33 @@ import numpy as np
 from weft.core.plan import BlockCopy
 from weft.core.ports import BlockDisk
 from weft.exec.store import KVStore
-from weft.kernels.arrays import to_numpy
+from weft.kernels.arrays import Array, to_numpy
 
 
 def block_sizes(store: KVStore) -> list[int]:
-    """Bytes of a block of each group: keys and values of all its layers."""
-    groups = range(len(store.keys))
-    return [sum(t.nbytes // len(t) for t in store.tensors(group)) for group in groups]
+    """Bytes of a block of each group: keys and values of all its layers; then those of a slot."""
+    return [sum(t.nbytes // len(t) for t in tensors) for tensors in _by_group(store)]
+
+
+def _by_group(store: KVStore) -> list[list[Array]]:
+    groups = [list(store.tensors(group)) for group in range(len(store.keys))]
+    if store.states is not None:
+        groups.append([array for part in store.states.arrays() for array in part])
+    return groups
 
 
 class DiskBlocks:
-    """The blocks of a store as bytes: the keys of each layer of a group, then the values."""
+    """The blocks of a store as bytes: the keys of each layer of a group, then the values.
+
+    Slots of recurrent state are the blocks of one more group: matrices of each layer, then inputs.
+    """
 
     def __init__(self, store: KVStore, disk: BlockDisk) -> None:
         self._disk = disk
         self._sizes = block_sizes(store)
         self._bytes = [  # by group and tensor: [num_blocks, bytes of a block]
-            [to_numpy(t).view(np.uint8).reshape(len(t), -1) for t in store.tensors(group)]
-            for group in range(len(store.keys))
+            [to_numpy(t).view(np.uint8).reshape(len(t), -1) for t in tensors]
+            for tensors in _by_group(store)
         ]
 
     def save(self, copies: Iterable[BlockCopy]) -> None:

@@ -42,14 +42,15 @@ class HostTier:
     ) -> None:
         self.host, self.attention, self.overlaps = host, attention, overlaps
         self._arrays = {Tier.DEVICE: _by_group(store), Tier.HOST: _by_group(host)}
-        self._states = {Tier.DEVICE: _of_states(store), Tier.HOST: _of_states(host)}
         self._zeros = _by_group(store.like([1] * len(store.keys)))
         self._copy_blocks = copy_blocks
 
     def before(self, plan: StepPlan) -> None:
         """Do what a step finds done: zeros on the host, and copies that are not layer-wise."""
         for group, block in plan.zero_host:
-            self._copy_blocks(self._zeros[group], self._arrays[Tier.HOST][group], (0,), (block,))
+            zeros, arrays = self._zeros[group], self._arrays[Tier.HOST][group]
+            for source, target in zip(zeros, arrays, strict=True):
+                self._copy_blocks(source, target, (0,), (block,))
         self._copy(Tier.DEVICE, plan.spills)
         for move in plan.moves:
             if not move.after_layer and not move.host.place:
@@ -76,41 +77,36 @@ class HostTier:
         And the recurrent state of the row, if it has one.
         """
         origin = Tier.DEVICE if move.to is Tier.HOST else Tier.HOST
+        copies = [
+            (group, a, b)
+            for group, blocks in enumerate(zip(move.source, move.target, strict=True))
+            for a, b in zip(*blocks, strict=True)
+            if a >= 0
+        ]
         if move.state is not None:
-            source, target = move.state
-            for old, new in zip(self._states[origin], self._states[move.to], strict=True):
-                self._copy_blocks(old, new, (source,), (target,))
-        self._copy(
-            origin,
-            [
-                (group, a, b)
-                for group, blocks in enumerate(zip(move.source, move.target, strict=True))
-                for a, b in zip(*blocks, strict=True)
-                if a >= 0
-            ],
-        )
+            copies.append((len(move.source), *move.state))
+        self._copy(origin, copies)
 
     def _copy(self, origin: Tier, copies: Seq[TierCopy]) -> None:
-        """Copy blocks of one tier to the other one, those of each group in one call."""
+        """Copy blocks of one tier to the other one, those of each group in one call.
+
+        Slots of states are the blocks of one more group, of two calls.
+        """
         target = Tier.DEVICE if origin is Tier.HOST else Tier.HOST
-        for group, source in enumerate(self._arrays[origin]):
+        for group, sources in enumerate(self._arrays[origin]):
             pairs = [(a, b) for index, a, b in copies if index == group]
-            if pairs:
-                self._copy_blocks(
-                    source,
-                    self._arrays[target][group],
-                    [a for a, _ in pairs],
-                    [b for _, b in pairs],
-                )
+            if not pairs:
+                continue
+            for source, to in zip(sources, self._arrays[target][group], strict=True):
+                self._copy_blocks(source, to, [a for a, _ in pairs], [b for _, b in pairs])
 
 
-def _by_group(store: KVStore) -> list[BlockArrays]:
-    return [BlockArrays(store.tensors(group)) for group in range(len(store.keys))]
-
-
-def _of_states(store: KVStore) -> list[BlockArrays]:
-    """Slots are copied as blocks are; matrices and inputs differ in size."""
-    return [BlockArrays(part) for part in ([] if store.states is None else store.states.arrays())]
+def _by_group(store: KVStore) -> list[list[BlockArrays]]:
+    """The arrays of each group; and of states, whose matrices and inputs differ in size."""
+    groups = [[BlockArrays(store.tensors(group))] for group in range(len(store.keys))]
+    if store.states is not None:
+        groups.append([BlockArrays(part) for part in store.states.arrays()])
+    return groups
 
 
 def check_computes(plan: StepPlan, tier: HostTier | None) -> None:

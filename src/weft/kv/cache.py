@@ -42,7 +42,8 @@ class KVCache:
 
     Args:
         chains: hashes by sequence, where the cache of another tier keeps them too.
-        host, disk: keep the blocks of prefixes that memory gives up.
+        host, disk: keep the blocks of prefixes that memory gives up, unless it has states and
+            windows: blocks of a window may be there at some states only.
 
     Attributes:
         groups: those of attention, whose blocks sequences have tables of.
@@ -63,9 +64,10 @@ class KVCache:
             raise InvariantError("a KV cache needs at least one group")
         self.groups = tuple(group for group in groups if not group.recurrent)
         recurrent = [group for group in groups if group.recurrent]
-        if len(recurrent) > 1 or (recurrent and (not self.groups or host or disk)):
-            raise InvariantError("states need attention beside them, and no level below memory")
+        if len(recurrent) > 1 or (recurrent and not self.groups):
+            raise InvariantError("states need layers of attention beside them")
         below = prefix_caching and (host is not None or disk is not None)
+        below &= not (recurrent and any(group.window for group in self.groups))
         self.lower = LowerPrefixes(self, host, disk) if below else None
         self.pools = tuple(
             BlockPool(
@@ -78,8 +80,10 @@ class KVCache:
         self.alignment = lcm(*(group.block_size for group in groups))
         self.states: StateSlots | None = None
         for group in recurrent:
+            size, index = self.groups[0].block_size, len(self.groups)
+            told = None if self.lower is None else partial(self.lower.evicted, index)
             self.states = StateSlots(
-                group.num_blocks, self.groups[0].block_size, self.alignment, marks=prefix_caching
+                group.num_blocks, size, self.alignment, marks=prefix_caching, on_evict=told
             )
         self._tables: dict[int, Table] = {}
         self._chains: dict[int, dict[int, HashChain]] = {} if chains is None else chains
@@ -116,10 +120,12 @@ class KVCache:
             raise InvariantError(f"sequence {sequence_id} has a table already")
         count = len(self.groups)
         table = Table([[] for _ in range(count)], [0] * count, [0] * count)
-        self._tables[sequence_id] = table
+        self._tables[sequence_id], shared = table, hit
+        if loaded and self.states is not None:
+            shared = min(self.states.attention(sequence_id, hit), hit + loaded)
         for index, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
             block_hashes = self._chains[sequence_id][group.block_size].block_hashes
-            first, last = group.first_block(hit + loaded), hit // group.block_size
+            first, last = group.first_block(hit + loaded), shared // group.block_size
             table.num_freed_prefix_blocks[index] = first
             table.full[index] = last
             table.blocks[index].extend([-1] * first)
@@ -134,9 +140,9 @@ class KVCache:
             else:
                 pool.drop_opened(sequence_id)
         if self.states is not None:
-            self.states.open(sequence_id, self._state_hashes(sequence_id), hit)
+            self.states.open(sequence_id, self.state_hashes(sequence_id), hit, loaded)
 
-    def _state_hashes(self, sequence_id: int) -> list[bytes]:
+    def state_hashes(self, sequence_id: int) -> list[bytes]:
         """Hashes of the blocks of a sequence that are full, of the size of those of states."""
         assert self.states is not None
         return self._chains[sequence_id][self.states.block_size].block_hashes
@@ -165,9 +171,10 @@ class KVCache:
             runs.append(lengths)
         while best > 0 and not self._covers(runs, best):
             best -= self.alignment
-        if self.states is not None:
-            return self.states.find(sequence_id, self._state_hashes(sequence_id), len(tokens), best)
-        return best
+        if self.states is None:
+            return best
+        hashes, covers = self.state_hashes(sequence_id), partial(self._covers, runs)
+        return self.states.find(sequence_id, hashes, len(tokens), best, covers)
 
     def _covers(self, runs: list[list[int]], upto: int) -> bool:
         for group, lengths in zip(self.groups, runs, strict=True):
@@ -310,8 +317,7 @@ class KVCache:
     def settle(self, sequence_id: int, upto: int) -> int:
         """Return how many of ``upto`` tokens stay computed after a step with drafts.
 
-        Fewer where there is no state after the last guess that came out right. They are computed
-        again, as nobody can take a state back.
+        Fewer where there is no state after the last right guess: the others are computed again.
         """
         return upto if self.states is None else self.states.settle(sequence_id, upto)
 
@@ -347,7 +353,7 @@ class KVCache:
             if boundary < next_full:
                 next_full = boundary
         if self.states is not None:
-            due = self.states.commit(sequence_id, self._state_hashes(sequence_id), known_computed)
+            due = self.states.commit(sequence_id, self.state_hashes(sequence_id), known_computed)
             next_full = next_full if due is None else min(next_full, due)
         return next_full
 
@@ -376,8 +382,7 @@ class KVCache:
     # -- releasing ----------------------------------------------------------------------------
 
     def release(self, sequence_id: int, *, faulty_from: int | None = None) -> None:
-        """Release all blocks of the sequence, the last first so that prefixes stay
-        cached longest.
+        """Release all blocks of the sequence, the last first: prefixes stay cached longest.
 
         Args:
             faulty_from: first token that a faulty sequence computed itself; its block and all
@@ -395,7 +400,8 @@ class KVCache:
 
     def free(self, table: Table, *, faulty_from: int | None = None) -> None:
         """Release all blocks of a detached table; see ``release``."""
-        for group, pool, blocks, index in self._by_group(table):
+        groups = zip(self.groups, self.pools, table.blocks, strict=False)
+        for index, (group, pool, blocks) in enumerate(groups):
             if faulty_from is not None:
                 for block in blocks[faulty_from // group.block_size :]:
                     if block >= 0 and pool.invalidate(block):
@@ -407,7 +413,7 @@ class KVCache:
     def disown_states(self, sequence_id: int, start: int) -> None:
         """Let nobody find states that a faulty sequence has computed from ``start`` on."""
         if self.states is not None:
-            hashes = self._state_hashes(sequence_id)
+            hashes = self.state_hashes(sequence_id)
             self.states.disown(hashes[start // self.states.block_size :])
 
     def disown(self, sequence_id: int, start: int) -> None:
@@ -492,9 +498,3 @@ class KVCache:
             check_blocks(index, group, pool, self._tables, leased)
         if self.states is not None:
             self.states.check(self._tables, detached)
-
-    def _by_group(self, table: Table) -> list[tuple[GroupSpec, BlockPool, list[int], int]]:
-        return [
-            (group, self.pools[index], blocks, index)
-            for index, (group, blocks) in enumerate(zip(self.groups, table.blocks, strict=False))
-        ]

@@ -19,7 +19,7 @@ class HostPrefixes:
     """
 
     def __init__(self, host: KVCache) -> None:
-        self._pools = host.pools
+        self._pools = host.all_pools
         self._spills: dict[tuple[int, int], tuple[int, bytes]] = {}
         self._fills: list[TierCopy] = []
 

@@ -65,7 +65,7 @@ class LowerPrefixes:
         """
         if self.disk is None:
             return True
-        for group, pool in enumerate(self._cache.pools):
+        for group, pool in enumerate(self._cache.all_pools):
             for block, block_hash in reversed(pool.cached()):
                 if self.disk.paused:
                     return True
@@ -157,13 +157,13 @@ class LowerPrefixes:
 
         As ``KVCache.find_prefix``, which gave ``hit``; n leaves a token to compute, too.
         """
-        cache, tokens = self._cache, sequence.tokens
+        cache, tokens, shared = self._cache, sequence.tokens, self._shared(sequence, hit)
         unit = cache.alignment
         upto = int(min(len(tokens) - 1, most)) // unit * unit
         gaps: list[tuple[GroupSpec, list[int]]] = []  # of sliding groups: blocks that are missing
         for index, group in enumerate(cache.groups):
             hashes = cache.block_hashes(sequence.id, index, tokens, upto // group.block_size)
-            first = hit // group.block_size
+            first = shared // group.block_size
             missing = (i for i in range(first, len(hashes)) if not has((index, hashes[i])))
             if group.window is None:
                 upto = next(missing, len(hashes)) * group.block_size // unit * unit
@@ -175,16 +175,35 @@ class LowerPrefixes:
             for i in missing_blocks
         ):
             upto -= unit
+        while upto > hit and (state := self._state(sequence, upto)) and not has(state):
+            upto -= unit
         return max(upto, hit)
+
+    def _shared(self, sequence: Sequence, hit: int) -> int:
+        """Tokens whose KV memory has: more than the hit where only their state is not there."""
+        states = self._cache.states
+        return hit if states is None else states.attention(sequence.id, hit)
+
+    def _state(self, sequence: Sequence, upto: int) -> Key | None:
+        """The recurrent state after so many tokens, if there are states and it must come, too."""
+        states = self._cache.states
+        if states is None:
+            return None
+        block_hash = self._cache.state_hashes(sequence.id)[upto // states.block_size - 1]
+        return (
+            (len(self._cache.groups), block_hash) if states.pool.find(block_hash) is None else None
+        )
 
     def _keys(self, sequence: Sequence, hit: int, upto: int) -> list[Key]:
         """Blocks to bring: those of tokens [hit, upto) that a query at ``upto`` can read."""
-        cache, keys = self._cache, []
+        cache, keys, shared = self._cache, list[Key](), self._shared(sequence, hit)
         for index, group in enumerate(cache.groups):
             last = upto // group.block_size
             hashes = cache.block_hashes(sequence.id, index, sequence.tokens, last)
-            keys += [(index, block_hash) for block_hash in hashes[self._first(group, hit, upto) :]]
-        return keys
+            first = self._first(group, shared, upto)
+            keys += [(index, block_hash) for block_hash in hashes[first:]]
+        state = self._state(sequence, upto) if upto > hit else None
+        return keys if state is None else [*keys, state]
 
     @staticmethod
     def _first(group: GroupSpec, hit: int, upto: int) -> int:
@@ -199,28 +218,47 @@ class LowerPrefixes:
             How many blocks the host gives; None, with nothing changed, if some block is not there
             any more.
         """
-        cache = self._cache
+        cache, shared = self._cache, self._shared(sequence, hit)
+        state, slot = self._state(sequence, upto), -1
+        if state is not None and cache.states is not None:
+            if (slots := cache.states.pool.allocate(1)) is None:
+                return None
+            (slot,) = slots
         from_disk = self._not_on_host(self._keys(sequence, hit, upto))
         if from_disk and (self.disk is None or not self.disk.claim(from_disk)):
+            if slot >= 0 and cache.states is not None:
+                cache.states.pool.release(slot)
             return None
         table = cache.table(sequence.id)
         assert table is not None, "it was opened"
-        filled, read = 0, set(from_disk)
+        wanted: list[tuple[Key, int]] = []
         for index, group in enumerate(cache.groups):
             last = upto // group.block_size
             hashes = cache.block_hashes(sequence.id, index, sequence.tokens, last)
-            for position in range(self._first(group, hit, upto), last):
+            for position in range(self._first(group, shared, upto), last):
                 block, block_hash = table.blocks[index][position], hashes[position]
                 cache.pools[index].register_hash(block, block_hash, written=False)
-                if self.host is not None and (index, block_hash) not in read:
-                    self.host.fill((index, block_hash), block)
-                    filled += 1
-                else:
-                    self._loads.append((index, block, block_hash))
+                wanted.append(((index, block_hash), block))
             table.full[index] = last
-        if read:
+        if state is not None and cache.states is not None:
+            cache.states.enter(sequence.id, slot, state[1])
+            wanted.append((state, slot))
+        if from_disk:
             self.loaded_tokens += upto - hit
-        return filled
+        return self._bring(wanted, set(from_disk))
+
+    def _bring(self, wanted: list[tuple[Key, int]], read: set[Key]) -> int:
+        """Have the next step fill blocks from the host, or with what was ``read``.
+
+        Returns:
+            How many blocks the host gives.
+        """
+        for key, block in wanted:
+            if self.host is not None and key not in read:
+                self.host.fill(key, block)
+            else:
+                self._loads.append((key[0], block, key[1]))
+        return sum(key not in read for key, _ in wanted)
 
     def forget(self, sequence_id: int) -> None:
         """Read nothing for a sequence any more, as it has started or will not."""

@@ -31,7 +31,7 @@ sequence. States behind a wrong guess get no hash, ever: their slots are spare.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -100,10 +100,19 @@ class StateSlots:
         block_size: tokens between places where marks may lie.
         alignment: a multiple of that, of which prefix hits are multiples.
         marks: whether any are made.
+        on_evict: see ``BlockPool``.
     """
 
-    def __init__(self, num_slots: int, block_size: int, alignment: int, *, marks: bool) -> None:
-        self.pool = BlockPool(num_slots)
+    def __init__(
+        self,
+        num_slots: int,
+        block_size: int,
+        alignment: int,
+        *,
+        marks: bool,
+        on_evict: Callable[[int, bytes], None] | None = None,
+    ) -> None:
+        self.pool = BlockPool(num_slots, on_evict)
         self.block_size, self._alignment, self._marks = block_size, alignment, marks
         self._live: dict[int, LiveSlots] = {}
         self._prefixes: dict[int, Prefix] = {}
@@ -111,41 +120,67 @@ class StateSlots:
 
     # -- opening -------------------------------------------------------------------------------
 
-    def find(self, sequence_id: int, hashes: Seq[bytes], known: int, attention: int) -> int:
+    def find(
+        self,
+        sequence_id: int,
+        hashes: Seq[bytes],
+        known: int,
+        attention: int,
+        covers: Callable[[int], bool],
+    ) -> int:
         """Return the largest hit of at most ``attention`` tokens whose state is there.
 
         Args:
             hashes: of the blocks of the sequence.
             known: its tokens.
             attention: the hit of the groups of attention.
+            covers: whether these have all that a query at a place can read; of windows some places
+                before their hit may lack blocks.
         """
-        hit = attention
-        while hit > 0 and self.pool.find(hashes[hit // self.block_size - 1]) is None:
+        hit, find = attention, self.pool.find
+        while hit > 0 and (find(hashes[hit // self.block_size - 1]) is None or not covers(hit)):
             hit -= self._alignment
         end = (known - 1) // self._alignment * self._alignment
         self._prefixes[sequence_id] = Prefix(end, attention if attention > hit else 0)
         return hit
 
-    def open(self, sequence_id: int, hashes: Seq[bytes], hit: int) -> None:
+    def open(self, sequence_id: int, hashes: Seq[bytes], hit: int, loaded: int = 0) -> None:
         """Let a sequence begin after the ``hit`` tokens that ``find`` has found, or before any.
 
         Args:
             hashes: of the blocks of the sequence.
+            loaded: tokens behind these that come from a level below: if the state after them is
+                not here, it comes with ``enter``.
 
         Raises:
             InvariantError: the state is not there any more.
         """
         live = self._live[sequence_id] = LiveSlots(self._prefixes.get(sequence_id, Prefix()))
-        if not hit:
+        if not hit + loaded:
             return
-        block_hash = hashes[hit // self.block_size - 1]
+        block_hash = hashes[(hit + loaded) // self.block_size - 1]
         slot = self.pool.find(block_hash)
+        if slot is None and loaded:
+            return
         if slot is None:
             raise InvariantError("the prefix cache changed between find and open")
         self.pool.share(slot)
         live.now, live.kept = slot, True
         if slot in self._outputs:
             live.passed.append(block_hash)
+
+    def attention(self, sequence_id: int, hit: int) -> int:
+        """Tokens of which ``find`` was told that attention has them, where it found ``hit``."""
+        return max(hit, self._prefixes[sequence_id].branch)
+
+    def enter(self, sequence_id: int, slot: int, block_hash: bytes) -> None:
+        """Let a sequence that was opened before any token begin with the state in a new slot.
+
+        Its content comes before the next step computes, from a level below; others may share it.
+        """
+        live = self._live[sequence_id]
+        self.pool.register_hash(slot, block_hash, written=False)
+        live.now, live.kept = slot, True
 
     def forget(self, sequence_id: int) -> None:
         """Drop what was found for a sequence that will not be opened again."""

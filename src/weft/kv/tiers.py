@@ -22,7 +22,7 @@ from weft.kv.disk_cache import DiskCache
 from weft.kv.hashing import HashChain
 from weft.kv.host_prefixes import HostPrefixes
 from weft.kv.places import HostPool, HostPools
-from weft.kv.states import LiveSlots, StateSlots
+from weft.kv.states import LiveSlots, Prefix, StateSlots
 from weft.kv.table import Table
 
 
@@ -78,7 +78,7 @@ class TieredCache:
             groups,
             prefix_caching=prefix_caching,
             chains=chains,
-            host=self._prefixes if self.host.states is None else None,
+            host=self._prefixes,
             disk=disk,
         )
         self.groups = self.device.groups
@@ -265,7 +265,10 @@ class TieredCache:
             if cache is self.host:
                 pinned.append(Table(self._prefixes.held(), [], []))
             states = (pair for pins in self._pins.values() for pin in pins for pair in pin.states)
-            cache.check(pinned, [live for slots, live in states if slots is cache.states])
+            detached = [live for slots, live in states if slots is cache.states]
+            if cache is self.host and self.host.states is not None:
+                detached.append(LiveSlots(Prefix(), spare=self._prefixes.held()[-1]))
+            cache.check(pinned, detached)
         hosted = self.hosted()
         if len(set(hosted)) < len(hosted):
             raise InvariantError("a sequence has KV in two hosts")

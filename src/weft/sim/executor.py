@@ -337,6 +337,9 @@ class ModelledExecutor:
 
     def _copy(self, origin: Tier, to: Tier, copies: Seq[TierCopy]) -> None:
         for group, source, target in copies:
+            if group == len(self._groups):
+                self._states[to][target] = self._states[origin][source]
+                continue
             self._kv[to][group][target] = list(self._kv[origin][group][source])
 
     def _require(self, tier: Tier) -> None:
