@@ -501,7 +501,8 @@ FAMILY_CASES = {  # the first one of each family
 def randomise(model: nn.Module, seed: int) -> None:
     """Give every parameter and stored buffer values that matter: also norms, biases, scalars."""
     draw = torch.Generator().manual_seed(seed)
-    for name, tensor in model.state_dict().items():
+    tensors = model.state_dict()
+    for name, tensor in tensors.items():
         noise = torch.randn(tensor.shape, generator=draw)
         if name.endswith("e_score_correction_bias"):
             tensor.copy_(noise * 0.1)  # as large as weights that it chooses between
@@ -515,9 +516,11 @@ def randomise(model: nn.Module, seed: int) -> None:
             tensor.mul_(0.3)  # its scores are not scaled by the head size
         if name.endswith(".sinks"):
             tensor.mul_(8.0)  # as large as scores
-        if name.endswith("A_log"):
+        if name.endswith(("A_log", "forget_gate.dt_bias")):
             tensor.copy_(noise)  # which begins as other numbers each time
-        if name.endswith("linear_attn.out_proj.weight"):
+        behind_norm = name.replace("o_proj.weight", "o_norm.weight")  # of KDA
+        kda = behind_norm != name and behind_norm in tensors
+        if kda or name.endswith("linear_attn.out_proj.weight"):
             tensor.mul_(0.1)  # the norm before it enlarges rounding, also that of transformers
 
 

@@ -12,6 +12,17 @@ HYBRID = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 32,
 }
+LATENT = {
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 20,
+}
+KDA = {"linear_num_heads": 4, "linear_head_dim": 16}
 
 
 def hybrid_cases(case: Callable[..., Any], rope: Callable[..., Any]) -> dict[str, Any]:
@@ -21,7 +32,58 @@ def hybrid_cases(case: Callable[..., Any], rope: Callable[..., Any]) -> dict[str
         case: makes one of architecture, config class and values.
         rope: makes rope parameters.
     """
+    kimi = KDA | LATENT | {"moe_intermediate_size": 24}
+    ling = LATENT | {"head_dim": 16, "moe_intermediate_size": 24}
     return {
+        "kimi-linear": case(
+            "KimiLinearForCausalLM",
+            "KimiLinearConfig",
+            **kimi,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            n_shared_experts=2,
+            num_hidden_layers=4,
+            layer_types=["linear_attention"] * 3 + ["full_attention"],
+        ),
+        "kimi-linear-groups": case(
+            "KimiLinearForCausalLM",
+            "KimiLinearConfig",
+            **kimi | {"linear_num_heads": 2, "linear_head_dim": 32, "q_lora_rank": 20},
+            num_local_experts=8,
+            num_experts_per_tok=3,
+            n_group=4,
+            topk_group=2,
+            norm_topk_prob=False,
+            linear_conv_kernel_dim=3,
+            layer_types=["full_attention", "linear_attention", "linear_attention"],
+            mlp_layer_types=["sparse", "sparse", "dense"],
+        ),
+        "bailing-hybrid": case(
+            "BailingHybridForCausalLM",
+            "BailingHybridConfig",
+            **ling,
+            num_local_experts=8,
+            num_experts_per_tok=3,
+            n_group=4,
+            topk_group=2,
+            num_mtp_layers=0,
+            num_hidden_layers=4,
+            layer_group_size=4,
+        ),
+        "bailing-hybrid-plain-gate": case(
+            "BailingHybridForCausalLM",
+            "BailingHybridConfig",
+            **ling | {"q_lora_rank": 24, "head_dim": 32},
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            n_group=1,
+            topk_group=1,
+            num_mtp_layers=0,
+            kda_safe_gate=False,
+            short_conv_kernel_size=2,
+            first_k_dense_replace=1,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+        ),
         "qwen3.5": case("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", head_dim=32, **HYBRID),
         "qwen3.5-layers": case(
             "Qwen3_5ForCausalLM",

@@ -1,4 +1,7 @@
-"""The gated delta rule against transformers, cut anywhere, in any batch, and on every kernel."""
+"""The gated delta rule against transformers, cut anywhere, in any batch, and on every kernel.
+
+So is the rule with a decay for each channel, of Kimi-Linear and, with a floor, of Ling 3.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import BailingHybridConfig, KimiLinearConfig
+from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridDeltaAttention
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
@@ -19,7 +25,11 @@ SHAPES = {
     "even": DeltaShape(2, 2, 16, 16, 4),
     "grouped": DeltaShape(2, 6, 32, 48, 4),
     "two-taps": DeltaShape(1, 4, 48, 16, 2),
+    "by-channel": DeltaShape(3, 3, 32, 32, 4, by_channel=True),
+    "by-channel-floor": DeltaShape(2, 2, 48, 48, 3, by_channel=True),
 }
+FLOOR = -5.0
+HIDDEN = 40
 TOKENS, SLOTS = 37, 12
 KERNELS = {"reference": ReferenceDelta, "cpu": CpuDelta}
 
@@ -28,7 +38,7 @@ KERNELS = {"reference": ReferenceDelta, "cpu": CpuDelta}
 class Layer:
     """A layer of transformers, its parts for weft, and what both compute with."""
 
-    module: Qwen3_5GatedDeltaNet
+    output: nn.Module  # the module's own, behind what weft computes here
     parts: DeltaParts
     x: Tensor
     gates: Tensor
@@ -52,8 +62,11 @@ def batch_of(
 
 def make(name: str, dtype: torch.dtype = torch.float32) -> Layer:
     shape = SHAPES[name]
+    torch.manual_seed(3)
+    if shape.by_channel:
+        return _by_channel(shape, FLOOR if name.endswith("floor") else None, dtype)
     config = Qwen3_5TextConfig(
-        hidden_size=40,
+        hidden_size=HIDDEN,
         num_hidden_layers=1,
         layer_types=["linear_attention"],
         linear_num_key_heads=shape.key_heads,
@@ -62,17 +75,65 @@ def make(name: str, dtype: torch.dtype = torch.float32) -> Layer:
         linear_value_head_dim=shape.value_dim,
         linear_conv_kernel_dim=shape.taps,
     )
-    torch.manual_seed(3)
-    module = Qwen3_5GatedDeltaNet(config, 0).requires_grad_(False)
-    for tensor in module.state_dict().values():
-        tensor.add_(torch.randn_like(tensor) * 0.4)
-    module.to(dtype)
-    hidden = torch.randn(1, TOKENS, 40).to(dtype)
+    module = _shaken(Qwen3_5GatedDeltaNet(config, 0), dtype)
+    hidden = torch.randn(1, TOKENS, HIDDEN).to(dtype)
     x = torch.cat((module.in_proj_qkv(hidden), module.in_proj_z(hidden)), -1)[0]
     gates = torch.cat((module.in_proj_b(hidden), module.in_proj_a(hidden)), -1)[0]
     conv = module.conv1d.weight.squeeze(1)
     parts = DeltaParts(shape, conv, module.A_log, module.dt_bias, module.norm.weight, 1e-6)
-    return Layer(module, parts, x, gates, module(hidden)[0], dtype)
+    return Layer(module.out_proj, parts, x, gates, module(hidden)[0], dtype)
+
+
+def _shaken(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The module with values that matter."""
+    for tensor in module.requires_grad_(False).state_dict().values():
+        tensor.add_(torch.randn_like(tensor) * 0.4)
+    return module.to(dtype)
+
+
+def _by_channel(shape: DeltaShape, floor: float | None, dtype: torch.dtype) -> Layer:
+    """A layer of Kimi-Linear, or where there is a floor one of Ling 3."""
+    sizes = {"hidden_size": HIDDEN, "num_hidden_layers": 1, "layer_types": ["linear_attention"]}
+    if floor is None:
+        config = KimiLinearConfig(
+            linear_num_heads=shape.value_heads,
+            linear_head_dim=shape.value_dim,
+            linear_conv_kernel_dim=shape.taps,
+            **sizes,
+        )
+        module: nn.Module = KimiLinearDeltaAttention(config, 0)
+    else:
+        config = BailingHybridConfig(
+            num_attention_heads=shape.value_heads,
+            head_dim=shape.value_dim,
+            short_conv_kernel_size=shape.taps,
+            kda_lower_bound=floor,
+            **sizes,
+        )
+        module = BailingHybridDeltaAttention(config, 0)
+    for tensor in module.state_dict().values():
+        tensor.uniform_(-0.2, 0.2)  # some begin as memory had them
+    _shaken(module, dtype)
+    forget, hidden = module.forget_gate, torch.randn(1, TOKENS, HIDDEN).to(dtype)
+    if floor is None:
+        opening = module.g_b_proj(module.g_a_proj(hidden))
+        times = forget.f_b_proj(forget.f_a_proj(hidden))
+    else:
+        opening, times = module.g_proj(hidden), forget.f_proj(hidden)
+    mixed = (module.q_proj(hidden), module.k_proj(hidden), module.v_proj(hidden))
+    parts = DeltaParts(
+        shape,
+        module.conv1d.weight.squeeze(1),
+        forget.A_log.reshape(-1),
+        forget.dt_bias,
+        module.o_norm.weight,
+        config.rms_norm_eps,
+        "sigmoid",
+        floor,
+    )
+    x = torch.cat((*mixed, opening), -1)[0]
+    gates = torch.cat((module.b_proj(hidden), times), -1)[0]
+    return Layer(module.o_proj, parts, x, gates, module(hidden)[0], dtype)
 
 
 def same(delta: DeltaLayer, found: Tensor, expected: Tensor) -> bool:
@@ -92,7 +153,7 @@ def case(request):
 def test_equals_transformers(case):
     layer, delta = case
     found = delta(layer.x, layer.gates, layer.states(), batch_of([TOKENS], [-1], [3]))
-    out = layer.module.out_proj(found.flatten(1))
+    out = layer.output(found.flatten(1))
     assert layer.expected.std() > 0.3
     assert (out - layer.expected).abs().max() < 5e-6 * layer.expected.abs().max()
 
@@ -175,8 +236,39 @@ def test_native_kernel_in_bfloat16(name):
     assert (found.float() - expected.float()).abs().max() < 0.01 * expected.float().abs().max()
 
 
-def test_native_kernel_takes_numpy():
-    layer, shape = make("grouped"), SHAPES["grouped"]
+@pytest.mark.parametrize("floor", [None, FLOOR])
+def test_decays_from_none_to_all(floor):
+    """Time steps so small or large that a channel keeps everything, or nothing."""
+    layer = make("by-channel")
+    times = torch.linspace(-120.0, 120.0, TOKENS)[:, None]
+    gates = layer.gates + torch.cat((torch.zeros(TOKENS, 3), times.expand(-1, 96)), 1)
+    parts = replace(layer.parts, floor=floor)
+    found, expected = (
+        kernel(parts)(layer.x, gates, layer.states(), batch_of([TOKENS], [-1], [0]))
+        for kernel in (CpuDelta, ReferenceDelta)
+    )
+    assert torch.isfinite(found).all()
+    assert (found - expected).abs().max() < 5e-6 * expected.abs().max()
+
+
+def test_key_heads_are_shared_by_channel():
+    """Grouped heads with decays of their own, which no module of transformers has."""
+    shape = DeltaShape(2, 6, 16, 32, 4, by_channel=True)
+    torch.manual_seed(4)
+    x, gates = torch.randn(TOKENS, shape.channels + shape.values), torch.randn(TOKENS, 6 + 96)
+    conv, decay, bias = torch.randn(shape.channels, 4), torch.randn(6), torch.randn(96)
+    parts = DeltaParts(shape, conv, decay, bias, torch.randn(32), 1e-6, "sigmoid")
+    states = LayerStates(torch.zeros(1, *shape.matrix), torch.zeros(1, *shape.kept_inputs))
+    found, expected = (
+        kernel(parts)(x, gates, states, batch_of([TOKENS], [-1], [0]))
+        for kernel in (CpuDelta, ReferenceDelta)
+    )
+    assert (found - expected).abs().max() < 5e-6 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", ["grouped", "by-channel"])
+def test_native_kernel_takes_numpy(name):
+    layer, shape = make(name), SHAPES[name]
     states = layer.states()
     step = batch_of([TOKENS], [-1], [0], [(4, 1)])
     expected = CpuDelta(layer.parts)(layer.x, layer.gates, states, step)

@@ -28,7 +28,7 @@ from weft.kernels.ops import select_ops
 from weft.models.layout import num_parameters
 from weft.models.spec_reader import read_spec, spec_from_config
 
-CASES = ["qwen3.5", "qwen3.5-layers"]
+CASES = ["qwen3.5", "qwen3.5-layers", "kimi-linear"]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=2)
 PROMPTS = [prompt(90, 1), prompt(7, 2), prompt(90, 1)[:70] + prompt(5, 3), prompt(33, 4), [5]]
 

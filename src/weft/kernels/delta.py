@@ -1,4 +1,7 @@
-"""Recurrent layers by the gated delta rule (Yang et al. 2024): their parts, states and batches."""
+"""Recurrent layers by the gated delta rule (Yang et al. 2024): their parts, states and batches.
+
+Kimi Delta Attention (Kimi Linear 2025) is that rule with a decay for each channel of a key.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,23 @@ from weft.kernels.arrays import Array
 
 @dataclass(frozen=True)
 class DeltaShape:
-    """Sizes of a layer: Hk heads of q and k [Dk], Hv heads of v [Dv], and K taps."""
+    """Sizes of a layer: Hk heads of q and k [Dk], Hv heads of v [Dv], and K taps.
+
+    Attributes:
+        by_channel: each channel of a head's key has a decay of its own, in place of one a head.
+    """
 
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
     taps: int
+    by_channel: bool = False
+
+    @property
+    def decays(self) -> int:
+        """Numbers by which a token has a state decay: [Hv], or [Hv * Dk]."""
+        return self.value_heads * (self.key_dim if self.by_channel else 1)
 
     @property
     def keys(self) -> int:
@@ -58,8 +71,11 @@ class DeltaParts:
     Attributes:
         conv: [channels, K], the newest input last.
         decay: [Hv], A_log: a head forgets by exp(-exp(A_log) * time step).
-        bias: [Hv], of the time step.
+        bias: [decays], of the time step.
         norm: [Dv], the weight of the gated norm; never with 1 added.
+        gating: ``silu`` or ``sigmoid`` of the norm's gate multiplies it.
+        floor: below 0: a channel forgets by exp(floor * sigmoid(exp(A_log) * time step)), the time
+            step as it is, in place of its softplus. None: it has none.
     """
 
     shape: DeltaShape
@@ -68,6 +84,8 @@ class DeltaParts:
     bias: Array
     norm: Array
     norm_eps: float
+    gating: str = "silu"
+    floor: float | None = None
 
 
 class LayerStates(NamedTuple):

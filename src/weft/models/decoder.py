@@ -319,7 +319,7 @@ class Decoder:
         """
         spec, weights, kind = self.spec, self.layers[layer], self.spec.layers[layer]
         if kind.state is not None:
-            return (*project_state(spec, weights, residual, self.ops), None)
+            return (*project_state(spec, kind.state, weights, residual, self.ops), None)
         fused = self._fused[layer]
         if fused is not None:
             qkv = fused.pre(residual, *angles[kind.rope])  # [T, H + 2 Hkv, D]
@@ -361,7 +361,7 @@ class Decoder:
         spec, ops, weights = self.spec, self.ops, self.layers[layer]
         if ops.ranks.splits(residual):
             ops = replace(ops, ranks=ByRows(ops.ranks))
-        if spec.latent is not None:
+        if spec.latent is not None and spec.layers[layer].state is None:
             attended = expand_latent(spec, weights, attended, ops)
         attended = gated(spec, weights, attended, residual, ops)
         y = ops.linear(attended.reshape(len(attended), -1), weights.output, weights.output_bias)

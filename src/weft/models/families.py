@@ -9,6 +9,7 @@ from weft.models.cohere import COHERE
 from weft.models.family import Family, Reader
 from weft.models.gemma import GEMMA
 from weft.models.hybrids import HYBRIDS
+from weft.models.kimi import KIMI
 from weft.models.latent_families import LATENT_FAMILIES
 from weft.models.llama_like import LLAMA_LIKE
 from weft.models.llama_variants import LLAMA_VARIANTS
@@ -17,7 +18,7 @@ from weft.models.moe_families import MOE_FAMILIES
 
 ROWS = (
     *(*LLAMA_LIKE, *LLAMA_VARIANTS, *MISTRALS, *COHERE, *GEMMA),
-    *(*MOE_FAMILIES, *ATTENTION_FAMILIES, *HYBRIDS, *LATENT_FAMILIES),
+    *(*MOE_FAMILIES, *ATTENTION_FAMILIES, *HYBRIDS, *LATENT_FAMILIES, *KIMI),
 )
 FAMILIES = {row.name: row for row in ROWS}
 

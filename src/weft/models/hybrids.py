@@ -47,14 +47,23 @@ def _delta(config: ConfigReader) -> StateSpec:
     return StateSpec("delta", shape)
 
 
-def _kinds(config: ConfigReader, sizes: Sizes) -> list[str]:
-    """Read which layers attend and which are recurrent; every fourth attends if nothing is said."""
-    interval = config.positive("full_attention_interval", 4)
-    default = [LINEAR if (i + 1) % interval else FULL for i in range(sizes.layers)]
+def every_nth(sizes: Sizes, interval: int) -> list[str]:
+    """Return the kinds of layers of which the last of each group of so many attends."""
+    return [LINEAR if (i + 1) % interval else FULL for i in range(sizes.layers)]
+
+
+def read_mixers(config: ConfigReader, sizes: Sizes, default: Sequence[str]) -> list[str]:
+    """Read which layers attend, ``FULL``, and which are recurrent, ``LINEAR``."""
     found = read_kinds(config, "layer_types", sizes, default, (FULL, LINEAR))
     if FULL not in found:
         config.refuse("layer_types", found, "at least one layer must attend")
     return found
+
+
+def _kinds(config: ConfigReader, sizes: Sizes) -> list[str]:
+    """Read the kinds of layers; every fourth attends if nothing is said."""
+    interval = config.positive("full_attention_interval", 4)
+    return read_mixers(config, sizes, every_nth(sizes, interval))
 
 
 def _hybrid(

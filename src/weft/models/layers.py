@@ -17,7 +17,7 @@ from weft.kernels.hosted import HostedExperts
 from weft.kernels.interface import Experts, OpTable, Weight
 from weft.kernels.routing import Routing
 from weft.kernels.unavailable import KernelUnavailable
-from weft.models.spec import LayerSpec, ModelSpec, RopeSpec
+from weft.models.spec import LayerSpec, ModelSpec, RopeSpec, StateSpec
 
 Floats: TypeAlias = NDArray[Any]  # of float32
 # cos and sin, each [T, R] float32; where queries are scaled by position [T, 2R]: K's, then Q's.
@@ -49,6 +49,10 @@ class LayerWeights:
     state_decay: Array | None = None  # [Hv]
     state_bias: Array | None = None  # [Hv]
     state_norm: Array | None = None  # [Dv]
+    state_gate_up: Weight | None = None  # [Hv * Dv, R]; of decays by channel, as the next
+    forget_up: Weight | None = None  # [Hv * Dk, R]
+    forget_rate: Array | None = None  # [Hv] or [1, 1, Hv, 1] float32, in place of ``state_decay``
+    forget_bias: Array | None = None  # [Hv * Dk] float32, in place of ``state_bias``
     qk_norm: Array | None = None  # [H + Hkv, D]; of norms over all heads [(H + Hkv) * D]
     post_attention_norm: Array | None = None  # [C]
     post_mlp_norm: Array | None = None  # [C]
@@ -217,24 +221,29 @@ def bind_state(
             "these kernels do not compute recurrent layers; set device='cpu', or "
             "kernels='reference' (slow)"
         )
+    kda = layer.state.kind == "kda"
+    decay = weights.forget_rate if kda else weights.state_decay
+    bias = weights.forget_bias if kda else weights.state_bias
     assert weights.state_conv is not None
-    assert weights.state_decay is not None
-    assert weights.state_bias is not None
+    assert decay is not None
+    assert bias is not None
     assert weights.state_norm is not None
     return ops.delta(
         DeltaParts(
             layer.state.delta,
             weights.state_conv.reshape(layer.state.delta.channels, -1),
-            weights.state_decay,
-            weights.state_bias,
+            decay.reshape(-1),
+            bias,
             weights.state_norm,
             spec.norm_eps,
+            "sigmoid" if kda else "silu",
+            layer.state.floor,
         )
     )
 
 
 def project_state(
-    spec: ModelSpec, weights: LayerWeights, residual: Array, ops: OpTable
+    spec: ModelSpec, state: StateSpec, weights: LayerWeights, residual: Array, ops: OpTable
 ) -> tuple[Array, Array]:
     """Return what a recurrent layer mixes: q, k, v and gate, and the gates of its state.
 
@@ -242,7 +251,18 @@ def project_state(
     """
     assert weights.state_gates is not None
     x = pre_norm(spec, residual, weights.input_norm, ops)
-    return ops.linear(x, weights.qkv, None), ops.linear(x, weights.state_gates, None)
+    mixed, gates = ops.linear(x, weights.qkv, None), ops.linear(x, weights.state_gates, None)
+    if state.kind == "delta":
+        return mixed, gates
+    shape, heads, rank = state.delta, state.delta.value_heads, state.gate_rank
+    if rank is None:
+        wide = shape.channels + shape.values
+        return mixed[:, :wide], concatenate((gates, mixed[:, wide:]), 1)
+    assert weights.state_gate_up is not None
+    assert weights.forget_up is not None
+    opening = ops.linear(contiguous(gates[:, heads : heads + rank]), weights.state_gate_up, None)
+    forgetting = ops.linear(contiguous(gates[:, heads + rank :]), weights.forget_up, None)
+    return concatenate((mixed, opening), 1), concatenate((gates[:, :heads], forgetting), 1)
 
 
 def feed_forward(

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from weft.kernels.storage import GATED, Storage, computed_as
-from weft.models.parameter import Parameter, Piece, Shape
+from weft.models.kda_layout import kda_parameters
+from weft.models.parameter import Parameter, Piece, Shape, stack
 from weft.models.quant_config import GGUF, StoredWeights
 from weft.models.shard import WHOLE, Shard, cut, has_mlp
 from weft.models.spec import LatentSpec, LayerSpec, ModelSpec, MoeSpec, StateSpec
@@ -27,7 +28,8 @@ ROUNDED |= {"query_up"}
 HEAD_GROUP = 32
 FP8_HEAD = "fp8-head"  # as ``fp8``, the output head as well
 FP8 = Storage(8, None, "float32", format="e4m3")
-KEPT_FLOAT32 = {"correction_bias"}  # whatever the dtype of the model: it separates close weights
+# Whatever the dtype of the model: it separates close weights, or says how fast states decay.
+KEPT_FLOAT32 = {"correction_bias", "forget_rate", "forget_bias"}
 EXPERT = re.compile(r"\.(\d+)\.")
 
 
@@ -42,7 +44,7 @@ def parameters(spec: ModelSpec, *, stacked_experts: bool = False) -> Iterator[Pa
     """
     hidden, stage = spec.hidden_size, spec.stage
     if stage.embeds or (stage.ends and spec.tied_embeddings):
-        yield _whole("embed", "embed_tokens.weight", (spec.vocab_size, hidden))
+        yield _whole("embed", f"{spec.layout.embedding}.weight", (spec.vocab_size, hidden))
     if spec.per_layer_input_size and stage.embeds:
         width = spec.total_layers * spec.per_layer_input_size
         table = (spec.per_layer_vocab_size, width)
@@ -178,18 +180,10 @@ def _renamed(tensor: str, renamed: Mapping[str, str]) -> str:
     return name.replace("*", number)
 
 
-def _stack(name: str, parts: list[tuple[str, int]], *columns: int) -> Parameter:
-    """Return a parameter of tensors stacked along the first dimension: (tensor, rows) each."""
-    pieces, start = [], 0
-    for tensor, rows in parts:
-        pieces.append(Piece(tensor, (rows, *columns), (slice(start, start + rows),)))
-        start += rows
-    return Parameter(name, (start, *columns), tuple(pieces))
-
-
 def _mixer(spec: ModelSpec, layer: LayerSpec) -> Iterator[Parameter]:
     if layer.state is not None:
-        return _recurrence(spec, layer.state)
+        kda = layer.state.kind == "kda"
+        return kda_parameters(spec, layer.state) if kda else _recurrence(spec, layer.state)
     if spec.latent is not None:
         return _latent(spec, spec.latent)
     return _attention(spec, layer)
@@ -205,10 +199,10 @@ def _attention(spec: ModelSpec, layer: LayerSpec) -> Iterator[Parameter]:
             parts.append(("v_proj", kv_rows))
     if spec.layout.fused_qkv:
         parts = [("qkv_proj", q_rows + 2 * kv_rows)]
-    qkv = _by_halves(spec, layer, _stack("qkv", _named("weight", parts), hidden))
+    qkv = _by_halves(spec, layer, stack("qkv", _named("weight", parts), hidden))
     yield _beside_gates(spec, layer, qkv) if spec.layout.gate_in_q else qkv
     if spec.qkv_bias:
-        yield _by_halves(spec, layer, _stack("qkv_bias", _named("bias", parts)))
+        yield _by_halves(spec, layer, stack("qkv_bias", _named("bias", parts)))
     yield _whole("output", "self_attn.o_proj.weight", (hidden, q_rows))
     if spec.output_bias:
         yield _whole("output_bias", "self_attn.o_proj.bias", (hidden,))
@@ -226,9 +220,9 @@ def _latent(spec: ModelSpec, latent: LatentSpec) -> Iterator[Parameter]:
     rows = heads * latent.query_dim
     projection = ("q_proj", rows) if latent.query_rank is None else ("q_a_proj", latent.query_rank)
     parts = [projection, ("kv_a_proj_with_mqa", latent.row_dim)]
-    yield _turned(spec, latent, _stack("qkv", _named("weight", parts), hidden))
+    yield _turned(spec, latent, stack("qkv", _named("weight", parts), hidden))
     if spec.qkv_bias:
-        yield _turned(spec, latent, _stack("qkv_bias", _named("bias", parts)))
+        yield _turned(spec, latent, stack("qkv_bias", _named("bias", parts)))
     if latent.query_rank is not None:
         yield _whole("query_norm", "self_attn.q_a_layernorm.weight", (latent.query_rank,))
         up = _whole("query_up", "self_attn.q_b_proj.weight", (rows, latent.query_rank))
@@ -247,6 +241,8 @@ def _latent(spec: ModelSpec, latent: LatentSpec) -> Iterator[Parameter]:
     yield _whole("output", "self_attn.o_proj.weight", (hidden, heads * latent.value_dim))
     if spec.output_bias:
         yield _whole("output_bias", "self_attn.o_proj.bias", (hidden,))
+    if spec.output_gate is not None:
+        yield _whole("output_gate", "self_attn.gate_proj.weight", (heads, hidden))
 
 
 def _named(kind: str, parts: list[tuple[str, int]]) -> list[tuple[str, int]]:
@@ -322,9 +318,9 @@ def _recurrence(spec: ModelSpec, state: StateSpec) -> Iterator[Parameter]:
         )
     else:
         parts = [("in_proj_qkv", shape.channels), ("in_proj_z", shape.values)]
-        yield _stack("qkv", [(f"{home}.{name}.weight", n) for name, n in parts], hidden)
+        yield stack("qkv", [(f"{home}.{name}.weight", n) for name, n in parts], hidden)
         parts = [("in_proj_b", heads), ("in_proj_a", heads)]
-        yield _stack("state_gates", [(f"{home}.{name}.weight", n) for name, n in parts], hidden)
+        yield stack("state_gates", [(f"{home}.{name}.weight", n) for name, n in parts], hidden)
     yield _whole("output", f"{home}.out_proj.weight", (hidden, rows - shape.channels))
     conv = Piece(f"{home}.conv1d.weight", (shape.channels, 1, shape.taps))
     yield Parameter("state_conv", (shape.channels, 1, shape.taps), (conv,))
@@ -362,7 +358,7 @@ def _qk_norm(spec: ModelSpec, layer: LayerSpec) -> Parameter:
         counts = (spec.num_heads, layer.num_kv_heads)
         sizes = [heads * layer.head_dim for heads in counts]
         names = [f"self_attn.{name}.weight" for name in ("q_norm", "k_norm")]
-        return _stack("qk_norm", list(zip(names, sizes, strict=True)))
+        return stack("qk_norm", list(zip(names, sizes, strict=True)))
     heads, dim = spec.num_heads, layer.head_dim
 
     def shape(count: int) -> tuple[int, ...]:
@@ -398,10 +394,10 @@ def _mlp(spec: ModelSpec, layer: LayerSpec) -> Iterator[Parameter]:
         parts = [("gate_up_proj", 2 * size)]
     shared = layer.moe and spec.moe is not None and spec.moe.shared
     home = "mlp.shared_experts" if shared else "mlp"
-    yield _stack("gate_up", [(f"{home}.{name}.weight", rows) for name, rows in parts], hidden)
+    yield stack("gate_up", [(f"{home}.{name}.weight", rows) for name, rows in parts], hidden)
     yield _whole("down", f"{home}.down_proj.weight", (hidden, size))
     if spec.mlp_bias:
-        yield _stack("gate_up_bias", [(f"{home}.{name}.bias", rows) for name, rows in parts])
+        yield stack("gate_up_bias", [(f"{home}.{name}.bias", rows) for name, rows in parts])
         yield _whole("down_bias", f"{home}.down_proj.bias", (hidden,))
 
 
@@ -448,7 +444,7 @@ def _router(spec: ModelSpec, moe: MoeSpec) -> Iterator[Parameter]:
     rows = [("mlp.gate.weight", moe.num_experts)]
     if moe.shared_gate:
         rows.append(("mlp.shared_expert_gate.weight", 1))
-    yield _stack("router", rows, spec.hidden_size)
+    yield stack("router", rows, spec.hidden_size)
     if moe.router_bias:
         yield _whole("router_bias", "mlp.gate.bias", (moe.num_experts,))
     if moe.correction_bias:

@@ -313,13 +313,17 @@ class Checkpoint:
 
     def _find_prefix(self) -> str:
         for prefix in self._spec.layout.prefixes:
-            if f"{prefix}embed_tokens.weight" in self._stored:
+            if f"{prefix}{self._spec.layout.embedding}.weight" in self._stored:
                 return prefix
         return self._spec.layout.prefixes[0]
 
     def _full_name(self, piece: Piece) -> str:
         if piece.tensor not in ("lm_head.weight", "score.weight"):
-            return self._prefix + piece.tensor
+            name, other = self._prefix + piece.tensor, self._spec.layout.other_mlp
+            if other and name not in self._stored:
+                renamed = name.replace(".mlp.", f".{other}.")
+                return renamed if renamed in self._stored else name
+            return name
         nested = self._prefix.removesuffix("model.") + piece.tensor
         return nested if nested in self._stored else piece.tensor
 
@@ -368,7 +372,7 @@ class Checkpoint:
         """Return whether ``name`` is an output head equal to the embedding that replaces it."""
         if not name.endswith("lm_head.weight"):
             return False
-        embedding = self._read(f"{self._prefix}embed_tokens.weight")
+        embedding = self._read(f"{self._prefix}{self._spec.layout.embedding}.weight")
         if np.array_equal(self._read(name), embedding):
             return True
         raise CheckpointError(

@@ -26,7 +26,7 @@ from weft.models.llama_variants import exaone4_kinds, granite, with_no_rope
 from weft.models.spec import CheckpointLayout, LayerSpec, ModelSpec, MoeSpec
 
 DENSE, SPARSE = "dense", "sparse"
-_MIXTRAL_NAMES = {
+MIXTRAL_NAMES = {
     "mlp.gate": "block_sparse_moe.gate",
     "mlp.gate.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias",
     "mlp.experts.*.gate_proj": "block_sparse_moe.experts.*.w1",
@@ -244,7 +244,7 @@ def minimax_m2(config: ConfigReader, limit: int | None) -> ModelSpec:
         correction_bias=True,
     )
     part = config.positive("rotary_dim", sizes.head_dim) / sizes.head_dim
-    layout = CheckpointLayout(renamed=_MIXTRAL_NAMES)
+    layout = CheckpointLayout(renamed=MIXTRAL_NAMES)
     return llama_like(
         config,
         sizes,
@@ -274,7 +274,7 @@ def mixtral(config: ConfigReader, limit: int | None) -> ModelSpec:
         expert_layers(sizes, [SPARSE] * sizes.layers, 0, windows),
         sizes.rope_context(theta=1_000_000.0),
         moe=moe,
-        layout=CheckpointLayout(renamed=_MIXTRAL_NAMES),
+        layout=CheckpointLayout(renamed=MIXTRAL_NAMES),
     )
 
 

@@ -70,3 +70,12 @@ class Parameter:
     name: str
     shape: Shape
     pieces: tuple[Piece, ...]
+
+
+def stack(name: str, parts: list[tuple[str, int]], *columns: int) -> Parameter:
+    """Return a parameter of tensors stacked along the first dimension: (tensor, rows) each."""
+    pieces, start = [], 0
+    for tensor, rows in parts:
+        pieces.append(Piece(tensor, (rows, *columns), (slice(start, start + rows),)))
+        start += rows
+    return Parameter(name, (start, *columns), tuple(pieces))

@@ -101,11 +101,17 @@ class StateSpec:
     """What takes attention's place in a recurrent layer, with its sizes.
 
     Attributes:
-        kind: ``delta``: the gated delta rule behind a short convolution (Yang et al. 2024).
+        kind: ``delta``: the gated delta rule behind a short convolution (Yang et al. 2024);
+            ``kda``: that with a decay for each channel (Kimi Linear 2025).
+        gate_rank: kda: inner size of the two products that give decays, and of those that give the
+            gates of the output; None: each is one product.
+        floor: kda: see ``DeltaParts.floor``.
     """
 
     kind: str
     delta: DeltaShape
+    gate_rank: int | None = None
+    floor: float | None = None
 
     @property
     def bytes(self) -> int:
@@ -213,6 +219,7 @@ class CheckpointLayout:
     """
 
     prefixes: tuple[str, ...] = ("model.", "")
+    embedding: str = "embed_tokens"
     fused_qkv: bool = False  # stored as qkv_proj, as in Phi-3
     gate_in_q: bool = False  # q_proj has the rows of each head's gate behind those of its query
     fused_state: bool = (
@@ -224,8 +231,10 @@ class CheckpointLayout:
     interleaved_experts: bool = False  # and their gates alternate with what they multiply
     correction_row: bool = False  # a correction bias is stored as [1, E]
     rotated_by_pairs: bool = False  # of rows of Q and K neighbours are rotated together
+    decay_column: bool = False  # A_log of decays by channel is stored as [1, 1, Hv, 1]
     head_norms: bool = False  # norms of Q and K have a weight for each head
     renamed: Mapping[str, str] = field(default_factory=dict)
+    other_mlp: str = ""  # what dense MLPs are called where they are not ``mlp``
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
 
 

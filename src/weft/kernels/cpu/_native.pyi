@@ -39,6 +39,8 @@ def advance_delta(
     shape: tuple[int, ...],
     weights: tuple[int, ...],
     epsilon: float,
+    sigmoid: bool,
+    floor: float,
     matrices: int,
     inputs: int,
     bounds: NDArray[np.int32],

@@ -50,47 +50,97 @@ void normalise(float* row, int64_t size, float scale) {
   for (int64_t i = 0; i < size; i += W) store(row + i, load(row + i) * factor);
 }
 
-void step(float* slab, int64_t key_dim, const DeltaToken& token) {
+// log(1 + exp(x)): the logarithm of 1 + e, e in [0, 1], is 2 artanh(e / (2 + e)).
+inline vec softplus(vec x) {
+  const vec e = exp_negative((vec)((ivec)x | (int32_t)0x80000000));  // of -|x|
+  const vec s = e / (e + 2.0f), square = s * s;
+  vec p = square * (1.0f / 15) + 1.0f / 13;
+  p = p * square + 1.0f / 11;
+  p = p * square + 1.0f / 9;
+  p = p * square + 1.0f / 7;
+  p = p * square + 1.0f / 5;
+  p = p * square + 1.0f / 3;
+  p = p * square + 1.0f;
+  return pick(x > 0.0f, x, vec{}) + 2.0f * s * p;
+}
+
+template <DType type>
+void forget_as(const char* times, const float* bias, float decay, float floor, int64_t size,
+               float* out) {
+  for (int64_t i = 0; i < size; i += W) {
+    const vec time = read<type>(times + i * size_of(type)) + load(bias + i);
+    const vec logarithm = floor < 0 ? sigmoid(time * -decay) * floor : softplus(time) * decay;
+    store(out + i, exp_negative(logarithm));
+  }
+}
+
+void forget(DType type, const char* times, const float* bias, float decay, float floor,
+            int64_t size, float* out) {
+  if (type == DType::f32) return forget_as<DType::f32>(times, bias, decay, floor, size, out);
+  forget_as<DType::bf16>(times, bias, decay, floor, size, out);
+}
+
+template <bool by_channel>
+void step_as(float* slab, int64_t key_dim, const DeltaToken& token) {
+  const float* const read_by = by_channel ? token.decayed : token.k;
   constexpr int64_t sums = 4;  // as many of each as hide the latency of an addition
   column by_key[sums] = {}, by_query[sums] = {};
   for (int64_t i = 0; i < key_dim; i += sums) {
     for (int64_t j = 0; j < sums; ++j) {
       const column row = columns(slab + (i + j) * kSlab);
-      by_key[j] += row * token.k[i + j];
+      by_key[j] += row * read_by[i + j];
       by_query[j] += row * token.q[i + j];
     }
   }
   const column key = (by_key[0] + by_key[1]) + (by_key[2] + by_key[3]);
   const column query = (by_query[0] + by_query[1]) + (by_query[2] + by_query[3]);
-  const float g = token.decay;
-  const column delta = (columns(token.v) - key * g) * token.rate;
-  put(token.out, query * g + delta * token.product);
-  for (int64_t i = 0; i < key_dim; ++i) {
-    put(slab + i * kSlab, columns(slab + i * kSlab) * g + delta * token.k[i]);
+  if constexpr (by_channel) {
+    const column delta = (columns(token.v) - key) * token.rate;
+    put(token.out, query + delta * token.product);
+    for (int64_t i = 0; i < key_dim; ++i) {
+      put(slab + i * kSlab, columns(slab + i * kSlab) * token.decays[i] + delta * token.k[i]);
+    }
+  } else {
+    const float g = token.decay;
+    const column delta = (columns(token.v) - key * g) * token.rate;
+    put(token.out, query * g + delta * token.product);
+    for (int64_t i = 0; i < key_dim; ++i) {
+      put(slab + i * kSlab, columns(slab + i * kSlab) * g + delta * token.k[i]);
+    }
   }
 }
 
-template <DType type>
+void step(float* slab, int64_t key_dim, const DeltaToken& token) {
+  if (token.decays != nullptr) return step_as<true>(slab, key_dim, token);
+  step_as<false>(slab, key_dim, token);
+}
+
+template <DType type, bool by_sigmoid>
 void gate_as(const float* x, const float* weight, const char* gates, int64_t size, float epsilon,
              char* out) {
   const float factor = root(dot(x, x, size) / static_cast<float>(size) + epsilon);
   for (int64_t i = 0; i < size; i += W) {
     const vec z = read<type>(gates + i * size_of(type));
-    write<type>(out + i * size_of(type),
-                load(x + i) * factor * load(weight + i) * (z * sigmoid(z)));
+    const vec opened = by_sigmoid ? sigmoid(z) : z * sigmoid(z);
+    write<type>(out + i * size_of(type), load(x + i) * factor * load(weight + i) * opened);
   }
 }
 
-void gate(DType type, const float* x, const float* weight, const char* gates, int64_t size,
-          float epsilon, char* out) {
-  if (type == DType::f32) return gate_as<DType::f32>(x, weight, gates, size, epsilon, out);
-  gate_as<DType::bf16>(x, weight, gates, size, epsilon, out);
+void gate(DType type, bool by_sigmoid, const float* x, const float* weight, const char* gates,
+          int64_t size, float epsilon, char* out) {
+  const auto run = [&]<bool sigmoids>() {
+    if (type == DType::f32) {
+      return gate_as<DType::f32, sigmoids>(x, weight, gates, size, epsilon, out);
+    }
+    gate_as<DType::bf16, sigmoids>(x, weight, gates, size, epsilon, out);
+  };
+  by_sigmoid ? run.template operator()<true>() : run.template operator()<false>();
 }
 
 }  // namespace
 
 extern const DeltaKernels WEFT_NAME(delta_kernels_, WEFT_ISA);
-const DeltaKernels WEFT_NAME(delta_kernels_, WEFT_ISA) = {convolve, widen, normalise,
-                                                          dot, step, gate};
+const DeltaKernels WEFT_NAME(delta_kernels_, WEFT_ISA) = {convolve, widen, normalise, dot,
+                                                          step, forget, gate};
 
 }  // namespace weft

@@ -16,7 +16,9 @@ constexpr int64_t kMostKeys = 256;  // rows of a head's matrix
 
 struct DeltaShape {
   int64_t key_heads, value_heads, key_dim, value_dim, taps;
+  bool by_channel = false;  // each row of a head's matrix has a decay of its own (KDA)
 
+  int64_t decays() const { return by_channel ? value_heads * key_dim : value_heads; }
   int64_t keys() const { return key_heads * key_dim; }
   int64_t values() const { return value_heads * value_dim; }
   int64_t channels() const { return 2 * keys() + values(); }  // of q, k and v, in this order
@@ -31,13 +33,15 @@ struct TapInput {
 
 // A token of one slab, as the recurrence reads it.
 struct DeltaToken {
-  const float* q;  // [key_dim], normalised and scaled
+  const float* q;  // [key_dim], normalised and scaled; by channel times g
   const float* k;  // [key_dim], normalised
   const float* v;  // [kSlab]
   float product;   // k q
   float decay;     // g
   float rate;      // beta
   float* out;      // [kSlab]
+  const float* decays;   // [key_dim], g by channel; else nullptr, as the next
+  const float* decayed;  // [key_dim], k times g
 };
 
 struct DeltaKernels {
@@ -50,20 +54,26 @@ struct DeltaKernels {
   void (*normalise)(float* row, int64_t size, float scale);
   float (*dot)(const float* a, const float* b, int64_t size);
   // With S [key_dim][kSlab]: delta = beta (v - g S^T k), out = g S^T q + (k q) delta,
-  // S = g S + k delta^T.
+  // S = g S + k delta^T. By channel g is a diagonal matrix.
   void (*step)(float* slab, int64_t key_dim, const DeltaToken& token);
-  // out = x / sqrt(mean of squares + epsilon) * weight * silu(gate).
-  void (*gate)(DType type, const float* x, const float* weight, const char* gate, int64_t size,
-               float epsilon, char* out);
+  // out[i] = exp(decay softplus(t[i])), or with a floor exp(floor sigmoid(-decay t[i])), where t is
+  // the sum of times and bias; decay and floor are below 0.
+  void (*forget)(DType type, const char* times, const float* bias, float decay, float floor,
+                 int64_t size, float* out);
+  // out = x / sqrt(mean of squares + epsilon) * weight * silu(gate), or * sigmoid(gate).
+  void (*gate)(DType type, bool sigmoid, const float* x, const float* weight, const char* gate,
+               int64_t size, float epsilon, char* out);
 };
 
 // The parameters of a layer, in float32.
 struct DeltaWeights {
   const float* conv;   // [taps][channels]
   const float* decay;  // [value_heads]: -exp(A_log)
-  const float* bias;   // [value_heads]: of the time step
+  const float* bias;   // [decays]: of the time step
   const float* norm;   // [value_dim]
   float epsilon;
+  bool sigmoid;  // what the norm is multiplied by; else silu
+  float floor;   // of decays by channel, as logarithms; 0: they have none
 };
 
 // States of a layer by slot, in float32.
@@ -85,7 +95,7 @@ struct DeltaBatch {
 // Computes all rows of a batch. No row may read a slot that another one writes.
 //
 // x: [T, channels + values] what the convolution reads, then the gates of the norm;
-// gates: [T, 2 * value_heads] in the type of x: of beta, then of the decay;
+// gates: [T, value_heads + decays] in the type of x: of beta, then of the decay;
 // out: [T, values] in the type of x.
 void advance_delta(const DeltaShape& shape, const DeltaWeights& weights, const DeltaStates& states,
                    const DeltaBatch& batch, const Tensor& x, const Tensor& gates, char* out);

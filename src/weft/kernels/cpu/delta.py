@@ -44,6 +44,7 @@ class CpuDelta:
         decay = -np.exp(_floats(parts.decay))
         conv = np.ascontiguousarray(_floats(parts.conv).T)  # [K, channels]
         self._weights = (conv, decay, _floats(parts.bias), _floats(parts.norm))
+        self._sigmoid, self._floor = parts.gating == "sigmoid", parts.floor or 0.0
 
     def __call__(self, x: Array, gates: Array, states: LayerStates, batch: StateBatch) -> Array:
         """Return [T, Hv, Dv], and write the states of all rows.
@@ -56,7 +57,8 @@ class CpuDelta:
         wide = (tokens, shape.channels + shape.values)
         if tuple(x.shape) != wide or name not in ("float32", "bfloat16"):
             raise ValueError(f"x {list(x.shape)} of {name}: expected {list(wide)}")
-        if tuple(gates.shape) != (tokens, 2 * shape.value_heads) or gates.dtype != x.dtype:
+        of_states = (tokens, shape.value_heads + shape.decays)
+        if tuple(gates.shape) != of_states or gates.dtype != x.dtype:
             raise ValueError(f"gates {list(gates.shape)} of {gates.dtype} do not fit {list(wide)}")
         x, gates = dense_rows(x), dense_rows(gates)
         given = (batch.bounds, batch.reads, batch.writes, batch.marks)
@@ -64,10 +66,12 @@ class CpuDelta:
         self._check(states, tokens, bounds, reads, writes, marks)
         out = empty(x, (tokens, shape.value_heads, shape.value_dim))
         sizes = (
-            shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, shape.taps
+            shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, shape.taps,
+            shape.by_channel,
         )  # fmt: skip
         _native.advance_delta(
             sizes, tuple(address(weight) for weight in self._weights), self._eps,
+            self._sigmoid, self._floor,
             address(states.matrices), address(states.inputs), bounds, reads, writes, marks,
             view("x", x), view("gates", gates), address(out),
         )  # fmt: skip

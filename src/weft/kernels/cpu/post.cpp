@@ -36,9 +36,7 @@ class Post {
     if (gate_.matrix != nullptr) open_gate();
     const int64_t dense = items_of(gate_up_), routing = items_of(router_);
     Phases phases;
-    if (layer_.latent != nullptr) {
-      phases.add(expand_.items(), [this](int64_t item) { expand_.run(kernels_, item); });
-    }
+    if (gate_.matrix == nullptr) add_expansion(phases);
     phases.add_rounding(output_);
     phases.add(output_.items(), [this](int64_t item) { output_.run(kernels_, item); });
     phases.add_tokens(tokens_, [this](int64_t token) { begin(token); });
@@ -91,10 +89,18 @@ class Post {
     kernels_.scale(type_, 1.0f, row, residual.row(token), to.row(token), hidden_);
   }
 
+  // Of latent attention: heads of latents become heads of values.
+  void add_expansion(Phases& phases) {
+    if (layer_.latent == nullptr) return;
+    phases.add(expand_.items(), [this](int64_t item) { expand_.run(kernels_, item); });
+  }
+
   // What the output projection reads: attention times the gate that the layer's input opens.
   void open_gate() {
     const int64_t wide = layer_.output->inputs(), each = wide / gate_.matrix->outputs();
+    const Rows from = layer_.latent == nullptr ? attended_ : expand_.out;
     Phases phases;
+    add_expansion(phases);
     if (layer_.input_norm == nullptr) {
       phases.add_rounding(gate_);
     } else {
@@ -104,8 +110,8 @@ class Post {
       });
     }
     phases.add(gate_.items(), [this](int64_t item) { gate_.run(kernels_, item); });
-    phases.add_tokens(tokens_, [this, wide, each](int64_t token) {
-      kernels_.gate(type_, layer_.gating, attended_.row(token), gate_.out.row(token), each,
+    phases.add_tokens(tokens_, [this, from, wide, each](int64_t token) {
+      kernels_.gate(type_, layer_.gating, from.row(token), gate_.out.row(token), each,
                     output_.x.row(token), wide);
     });
     phases.run(worth_sharing(work_of(*layer_.output_gate, tokens_)));

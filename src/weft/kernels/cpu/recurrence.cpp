@@ -17,7 +17,8 @@ namespace {
 struct Prepared {
   std::vector<float> mixed;     // [T, channels]: q, k and v
   std::vector<float> products;  // [T, value_heads]: k q
-  std::vector<float> decays;    // [T, value_heads]
+  std::vector<float> decays;    // [T, value_heads], by channel [T, value_heads, key_dim]
+  std::vector<float> decayed;   // by channel: q, then k, times these, [2, T, value_heads, key_dim]
   std::vector<float> rates;     // [T, value_heads]
   std::vector<float> out;       // [T, values]
 };
@@ -40,9 +41,11 @@ class Advance {
       first_mark_[row] = mark;
     }
     made_.mixed.resize(tokens_ * shape.channels());
-    for (auto* numbers : {&made_.products, &made_.decays, &made_.rates}) {
+    for (auto* numbers : {&made_.products, &made_.rates}) {
       numbers->resize(tokens_ * shape.value_heads);
     }
+    made_.decays.resize(tokens_ * shape.decays());
+    if (shape.by_channel) made_.decayed.resize(2 * made_.decays.size());
     made_.out.resize(tokens_ * shape.values());
   }
 
@@ -94,11 +97,29 @@ class Advance {
       const int64_t at = token * heads + head;
       made_.products[at] = kernels.dot(q, q + shape_.keys(), dim);
       made_.rates[at] = 1.0f / (1.0f + std::exp(-number_at(gates, gates_.type, head)));
+      if (shape_.by_channel) {
+        forget(token, head, gates + (heads + head * dim) * size_of(gates_.type), q);
+        continue;
+      }
       const float time = number_at(gates, gates_.type, heads + head) + weights_.bias[head];
       const float softplus = time > 20.0f ? time : std::log1p(std::exp(time));
       made_.decays[at] = std::exp(weights_.decay[head] * softplus);
     }
   }
+
+  // The decays of the channels of a head of a token, and q and k times these.
+  void forget(int64_t token, int64_t head, const char* times, const float* q) {
+    const int64_t dim = shape_.key_dim, at = (token * shape_.value_heads + head) * dim;
+    float* const g = made_.decays.data() + at;
+    chosen_isa().delta->forget(gates_.type, times, weights_.bias + head * dim, weights_.decay[head],
+                               weights_.floor, dim, g);
+    for (const float* from : {q, q + shape_.keys()}) {
+      float* const to = decayed(from != q) + at;
+      for (int64_t i = 0; i < dim; ++i) to[i] = from[i] * g[i];
+    }
+  }
+
+  float* decayed(bool keys) { return made_.decayed.data() + (keys ? made_.decays.size() : 0); }
 
   // Writes the last inputs of the convolution before a place of a row.
   void keep(int64_t row, int64_t place, int64_t slot) const {
@@ -140,10 +161,14 @@ class Advance {
       const float* const mixed = made_.mixed.data() + token * shape_.channels();
       const float* const q = mixed + head / each * dim;
       const int64_t at = token * heads + head;
+      const bool by_channel = shape_.by_channel;
       kernels.step(matrix, dim,
-                   {q, q + shape_.keys(), mixed + 2 * shape_.keys() + slab * kSlab,
-                    made_.products[at], made_.decays[at], made_.rates[at],
-                    made_.out.data() + token * shape_.values() + slab * kSlab});
+                   {by_channel ? decayed(false) + at * dim : q, q + shape_.keys(),
+                    mixed + 2 * shape_.keys() + slab * kSlab, made_.products[at],
+                    by_channel ? 0.0f : made_.decays[at], made_.rates[at],
+                    made_.out.data() + token * shape_.values() + slab * kSlab,
+                    by_channel ? made_.decays.data() + at * dim : nullptr,
+                    by_channel ? decayed(true) + at * dim : nullptr});
       for (; mark < first_mark_[row + 1] && batch_.marks[mark].token == token; ++mark) {
         write(batch_.marks[mark].slot);
       }
@@ -157,7 +182,7 @@ class Advance {
         x_.as<char>() + (token * x_.stride[0] + shape_.channels()) * bytes;
     for (int64_t head = 0; head < shape_.value_heads; ++head) {
       const int64_t at = token * shape_.values() + head * dim;
-      chosen_isa().delta->gate(x_.type, made_.out.data() + at, weights_.norm,
+      chosen_isa().delta->gate(x_.type, weights_.sigmoid, made_.out.data() + at, weights_.norm,
                                z + head * dim * bytes, dim, weights_.epsilon, out_ + at * bytes);
     }
   }
