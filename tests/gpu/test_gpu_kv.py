@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from checkpoints import FAMILY_CASES, build, prompt, save
+from checkpoints import ATTENTIVE, FAMILY_CASES, build, prompt, save
 from served import Truth, opened, serve, told
 
 from depth import deep_on_cpu
 from weft.core.types import SamplingParams
 from weft.models.families import FAMILIES
-from weft.models.hybrids import HYBRIDS
 
 SCORED = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, seed=0, prompt_logprobs=0)
 PROMPTS = [prompt(19, 1), prompt(7, 2)]  # in chunks, beside each other
@@ -19,7 +18,7 @@ PAIRS = [
     (family, kv)
     for family, row in FAMILIES.items()
     for kv in ("auto", "fp8", "int8")
-    if kv not in row.unsound_kv and row not in HYBRIDS  # which no GPU computes yet
+    if kv not in row.unsound_kv and FAMILY_CASES[family] in ATTENTIVE
 ]
 
 

@@ -15,8 +15,8 @@ from depth import deep
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "src" / "weft" / "kernels" / "cpu"
 RING = SOURCES.parents[1] / "ring"  # the mailbox sleeps and wakes as the ring does
-NAMES = ("sample", "delta", "dispatch", "experts", "latent", "layer", "matrix", "ops", "panel")
-NAMES += ("pool", "post", "quant", "quant_tile", "rate", "scan")
+NAMES = ("sample", "delta", "dispatch", "experts", "latent", "layer", "matrix", "mixers")
+NAMES += ("ops", "panel", "pool", "post", "quant", "quant_tile", "rate", "scan")
 FLAGS = ["-std=c++20", "-O1", "-g", "-ffp-contract=fast", "-Wall", "-Wextra", "-Wno-psabi"]
 
 

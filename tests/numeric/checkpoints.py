@@ -16,6 +16,7 @@ import transformers
 from hybrid_checkpoints import hybrid_cases
 from latent_checkpoints import latent_cases
 from moe_checkpoints import moe_cases
+from state_checkpoints import GRANITE, GRANITE_ATTENTION, state_cases
 from torch import Tensor, nn
 
 from weft.models.families import FAMILIES
@@ -483,9 +484,10 @@ CASES: dict[str, Case] = (
     }
     | moe_cases(_case, _rope, LAYERS_2_1)
     | latent_cases(_case, _rope)
+    | {"granite-hybrid-attention": _case(*GRANITE, **GRANITE_ATTENTION)}
 )
 LATENT = latent_cases(_case, _rope)  # those whose layers all have latent attention
-RECURRENT = hybrid_cases(_case, _rope)
+RECURRENT = hybrid_cases(_case, _rope) | state_cases(_case, _rope)
 ATTENTIVE = CASES  # those without recurrent layers
 CASES = CASES | RECURRENT
 
@@ -516,7 +518,7 @@ def randomise(model: nn.Module, seed: int) -> None:
             tensor.mul_(0.3)  # its scores are not scaled by the head size
         if name.endswith(".sinks"):
             tensor.mul_(8.0)  # as large as scores
-        if name.endswith(("A_log", "forget_gate.dt_bias")):
+        if name.endswith(("A_log", "mixer.dt_bias", "forget_gate.dt_bias")):
             tensor.copy_(noise)  # which begins as other numbers each time
         behind_norm = name.replace("o_proj.weight", "o_norm.weight")  # of KDA
         kda = behind_norm != name and behind_norm in tensors

@@ -28,7 +28,8 @@ from weft.kernels.ops import select_ops
 from weft.models.layout import num_parameters
 from weft.models.spec_reader import read_spec, spec_from_config
 
-CASES = ["qwen3.5", "qwen3.5-layers", "kimi-linear"]
+CASES = ["qwen3.5", "qwen3.5-layers", "kimi-linear", "lfm3", "granite-hybrid", "nemotron-h-moe"]
+KINDS = ["qwen3.5", "kimi-linear", "lfm2", "nemotron-h"]  # of recurrent layers
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=2)
 PROMPTS = [prompt(90, 1), prompt(7, 2), prompt(90, 1)[:70] + prompt(5, 3), prompt(33, 4), [5]]
 
@@ -108,7 +109,8 @@ def test_gates_that_weft_does_not_compute_are_refused(change):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    return {n: save_with_tokenizer(build(n), tmp_path_factory.mktemp(n)) for n in CASES}
+    names = {*CASES, *KINDS}
+    return {n: save_with_tokenizer(build(n), tmp_path_factory.mktemp(n)) for n in names}
 
 
 def llm(folder: Path, **settings) -> LLM:
@@ -149,11 +151,11 @@ def test_a_prompt_cut_at_every_position_gives_the_same_bits(folders, name):
     assert all(answer == found[-1] for answer in found)
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-def test_prefix_hits_change_no_bit(folders, depth):
+@pytest.mark.parametrize(("name", "depth"), [("qwen3.5", 0), *((name, 1) for name in KINDS)])
+def test_prefix_hits_change_no_bit(folders, name, depth):
     """Turns of a conversation, a branch, and the same prompt again, beside cold ones."""
     settings = {"max_num_batched_tokens": 64, "steps_in_flight": depth, "block_size": 8}
-    with llm(folders["qwen3.5"], **settings) as warm:
+    with llm(folders[name], **settings) as warm:
         text, turns, hits = prompt(61, 1), [], []
         for turn in range(4):
             before = scheduler_of(warm).totals.cached_tokens
@@ -170,16 +172,21 @@ def test_prefix_hits_change_no_bit(folders, depth):
         scheduler_of(warm).check()
     assert again == turns[0][1]
     assert hits == [0, 80, 104, 136, 0, 40, 40]
-    with llm(folders["qwen3.5"], prefix_caching=False) as cold:
+    with llm(folders[name], prefix_caching=False) as cold:
         for tokens, found in turns:
             assert answers(cold, [tokens]) == found
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize(("slots", "depth"), [(3, 0), (12, 0), (12, 1), (40, 1)])
-def test_preempted_sequences_go_on_as_if_nothing_had_been(folders, monkeypatch, seed, slots, depth):
+PREEMPTED = [(KINDS[0], seed, *room) for seed in range(2) for room in ((3, 0), (12, 0), (12, 1))]
+PREEMPTED += [(name, 1, 40, 1) for name in KINDS] + [(KINDS[0], 0, 40, 1)]
+
+
+@pytest.mark.parametrize(("name", "seed", "slots", "depth"), PREEMPTED)
+def test_preempted_sequences_go_on_as_if_nothing_had_been(
+    folders, monkeypatch, name, seed, slots, depth
+):
     """Blocks are short, slots are few or many: for one sequence, without marks, and with many."""
-    folder = folders["qwen3.5"]
+    folder = folders[name]
     ample = build_engine(settings_for(folder, prefix_caching=False))
     expected, _ = run(ample, traffic(seed, cancels=False), monkeypatch)
     monkeypatch.setattr("weft.core.resolved.state_slots", lambda *_: slots)
@@ -256,20 +263,30 @@ def test_memory_for_less_than_the_fewest_slots_is_refused(folders):
         {"resident": "on"},
     ],
 )
-def test_engines_that_cannot_keep_states_refuse(folders, settings):
-    config = settings_for(folders["qwen3.5"], **settings)
-    spec = read_spec(folders["qwen3.5"])
+@pytest.mark.parametrize("name", KINDS)
+def test_engines_that_cannot_keep_states_refuse(folders, name, settings):
+    config = settings_for(folders[name], **settings)
+    spec = read_spec(folders[name])
     with pytest.raises(ConfigError, match="recurrent") as caught:
         check_recurrent(config, spec, select_ops("cpu", "float32"), "cpu")
     assert caught.value.param in settings
 
 
-def test_a_gpu_and_odd_heads_are_refused(folders, tmp_path):
-    config, spec = settings_for(folders["qwen3.5"]), read_spec(folders["qwen3.5"])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("qwen3.5", {"linear_key_head_dim": 24}),
+        ("lfm2", {"hidden_size": 72}),
+        ("nemotron-h", {"ssm_state_size": 24}),
+    ],
+)
+def test_a_gpu_and_odd_sizes_are_refused(folders, tmp_path, name, change):
+    config, spec = settings_for(folders[name]), read_spec(folders[name])
     with pytest.raises(KernelError, match="set device to cpu"):
         check_recurrent(config, spec, select_ops("cpu", "float32"), "cuda:0")
-    odd = build("qwen3.5")
-    odd.config.linear_key_head_dim = 24
+    odd = build(name)
+    for key, value in change.items():
+        setattr(odd.config, key, value)
     odd.config.save_pretrained(tmp_path)
     with pytest.raises(KernelError, match="set kernels to reference"):
         check_recurrent(config, read_spec(tmp_path), select_ops("cpu", "float32"), "cpu")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, KernelError
 from weft.engine.devices import is_cpu
 from weft.kernels.interface import OpTable
-from weft.models.spec import ModelSpec
+from weft.models.spec import ModelSpec, StateSpec
 
 
 def check_recurrent(config: EngineConfig, spec: ModelSpec, ops: OpTable, device: str) -> None:
@@ -18,7 +21,8 @@ def check_recurrent(config: EngineConfig, spec: ModelSpec, ops: OpTable, device:
     """
     if spec.states is None:
         return
-    if ops.delta is None or not is_cpu(device):
+    kinds = {layer.state.kind for layer in spec.layers if layer.state is not None}
+    if not is_cpu(device) or any(getattr(ops, kind) is None for kind in kinds):
         raise KernelError(
             "This model has recurrent layers, for which there are no kernels for GPUs yet; set "
             "device to cpu."
@@ -36,11 +40,21 @@ def check_recurrent(config: EngineConfig, spec: ModelSpec, ops: OpTable, device:
                 param=name,
             )
     if ops.names["paged_attention"] == "cpu":
-        from weft.kernels.cpu.delta import refusal
-
         for layer in spec.layers:
-            if layer.state is not None and (why := refusal(layer.state.delta)):
+            if layer.state is not None and (why := _refusal(layer.state)):
                 raise KernelError(
                     f"No CPU kernel computes recurrent layers with {why}; set kernels to reference "
                     "(slow)."
                 )
+
+
+def _refusal(state: StateSpec) -> str:
+    """Why the native kernels do not compute a recurrent layer; empty if they do."""
+    from weft.kernels.cpu import conv, delta, mamba2
+
+    kernels: dict[str, Callable[[Any], str]] = {
+        "delta": delta.refusal,
+        "conv": conv.refusal,
+        "mamba2": mamba2.refusal,
+    }
+    return kernels[state.kind](state.shape)

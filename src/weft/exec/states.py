@@ -27,7 +27,7 @@ class StateStore:
         self.layers: dict[int, LayerStates] = {}
         for number, layer in enumerate(spec.layers):
             if layer.state is not None:
-                shape = layer.state.delta
+                shape = layer.state.shape
                 sizes = (shape.matrix, shape.kept_inputs)
                 self.layers[number] = LayerStates(
                     *(memory((slots, *size), "float32") for size in sizes)

@@ -9,9 +9,11 @@ from typing import Any, Protocol, TypeAlias
 from weft.kernels.advance import Advance
 from weft.kernels.arrays import Array
 from weft.kernels.collectives import ALONE, ONE_STAGE, Collectives, Link
+from weft.kernels.conv import BindConv
 from weft.kernels.delta import BindDelta
 from weft.kernels.hosted import AwaitAnswer, await_answer
 from weft.kernels.lanes import LaneOps
+from weft.kernels.mamba2 import BindMamba2
 from weft.kernels.parts import LayerParts, StackParts
 from weft.kernels.routing import Routing
 from weft.kernels.sampling import Penalise, ProcessLogits, VerifyDrafts
@@ -388,6 +390,8 @@ class OpTable:
     tuning: Tuning | None = None  # where launches come from, of the ops of ``TUNED``
     isa: str = ""  # the instruction set of native kernels
     delta: BindDelta | None = None  # recurrent layers; None: there is no kernel for them
+    conv: BindConv | None = None  # the same of other kinds
+    mamba2: BindMamba2 | None = None
     await_answer: AwaitAnswer = await_answer  # of a host that computes experts; can be captured
 
     @property

@@ -101,7 +101,14 @@ def _no_kernel(kernels: str, device: str) -> KernelUnavailable:
 
 def _reference_ops(device: str, weights: Mapping[str, str]) -> OpTable:
     torch = _torch("kernels='reference'")
-    from weft.kernels import float8, reference, reference_delta, reference_sampling
+    from weft.kernels import (
+        float8,
+        reference,
+        reference_conv,
+        reference_delta,
+        reference_mamba2,
+        reference_sampling,
+    )
 
     where = torch.device(device)
     stored = {op: f"torch, {weights[op]} weights" if op in weights else "torch" for op in WEIGHTED}
@@ -152,6 +159,8 @@ def _reference_ops(device: str, weights: Mapping[str, str]) -> OpTable:
             "advance": "reference",
         },
         delta=reference_delta.ReferenceDelta,
+        conv=reference_conv.ReferenceConv,
+        mamba2=reference_mamba2.ReferenceMamba2,
     )
 
 
@@ -185,11 +194,13 @@ def _native_ops(dtype: str, weights: Mapping[str, str]) -> OpTable:
     try:
         from weft.kernels.cpu import (
             attention,
+            conv,
             delta,
             experts,
             isa,
             layer,
             logprobs,
+            mamba2,
             matrix,
             rows,
             sample,
@@ -250,6 +261,8 @@ def _native_ops(dtype: str, weights: Mapping[str, str]) -> OpTable:
         },
         isa=isa.chosen_isa(),
         delta=delta.CpuDelta,
+        conv=conv.CpuConv,
+        mamba2=mamba2.CpuMamba2,
     )
 
 

@@ -100,8 +100,11 @@ def act_mul(gate_up: Tensor, activation: str) -> Tensor:
     """Return activation(gate) * up for ``gate_up`` [..., 2I], gate first -> [..., I].
 
     ``swiglu_oai`` is that of gpt-oss: (up + 1) * gate * sigmoid(1.702 * gate), where gates are at
-    most 7 and the others within [-7, 7].
+    most 7 and the others within [-7, 7]. ``relu2`` has no gate: it squares what is above 0 of [...,
+    I] (So et al. 2021, Primer).
     """
+    if activation == "relu2":
+        return functional.relu(gate_up.float()).square().to(gate_up.dtype)
     gate, up = gate_up.float().chunk(2, dim=-1)
     if activation == "silu":
         y = functional.silu(gate) * up
@@ -111,7 +114,7 @@ def act_mul(gate_up: Tensor, activation: str) -> Tensor:
         gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
         y = (up + 1) * gate * (SWIGLU_ALPHA * gate).sigmoid()
     else:
-        known = "silu, gelu_tanh, swiglu_oai"
+        known = "silu, gelu_tanh, swiglu_oai, relu2"
         raise ValueError(f"unknown activation '{activation}'; known: {known}")
     return y.to(gate_up.dtype)
 

@@ -15,8 +15,7 @@ ACTIVATION_GROUP = 128  # inputs that are rounded together where a row of weight
 MULTIPLIED = {
     *("qkv", "output", "output_gate", "gate_up", "down", "lm_head", "router", "expert_gate_up"),
     *("expert_down", "input_gate", "input_projection", "per_layer_projection", "state_gates"),
-    *("state_gate_up", "forget_up"),
-    "query_up",
+    *("query_up", "up", "expert_up", "state_gate_up", "forget_up"),
 }  # the parameters of products, by the names of ``layout.parameters`` without the layer
 BY_HEAD = {"key_up", "value_up"}  # those of products of each head with a matrix of its own
 GATED = {"gate_up", "expert_gate_up"}  # those whose first half of outputs are gates

@@ -333,9 +333,9 @@ class Decoder:
         return project_qkv(spec, kind, weights, x, angles[kind.rope], self.ops)
 
     def mix(
-        self, layer: int, x: Array, gates: Array, states: LayerStates, batch: StateBatch
+        self, layer: int, x: Array, gates: Array | None, states: LayerStates, batch: StateBatch
     ) -> Array:
-        """Take the tokens of a recurrent layer through its states: [T, Hv, Dv].
+        """Take the tokens of a recurrent layer through its states: [T, N], or by head.
 
         Args:
             x, gates: what ``pre`` gave.
@@ -370,6 +370,8 @@ class Decoder:
             y = _post_norm(spec, y, weights.post_attention_norm, ops)
         before = ops.ranks.own(residual)
         residual = before + _added(spec, y)
+        if not spec.layers[layer].has_feed_forward:
+            return ops.ranks.enter(residual)
         read = before if spec.parallel_block else residual
         y = feed_forward(spec, spec.layers[layer], weights, read, ops)
         if weights.post_mlp_norm is not None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from weft.models.attention_families import ATTENTION_FAMILIES
 from weft.models.cohere import COHERE
+from weft.models.conv_families import CONV_FAMILIES
 from weft.models.family import Family, Reader
 from weft.models.gemma import GEMMA
 from weft.models.hybrids import HYBRIDS
@@ -13,12 +14,14 @@ from weft.models.kimi import KIMI
 from weft.models.latent_families import LATENT_FAMILIES
 from weft.models.llama_like import LLAMA_LIKE
 from weft.models.llama_variants import LLAMA_VARIANTS
+from weft.models.mamba_families import MAMBA_FAMILIES
 from weft.models.mistrals import MISTRALS
 from weft.models.moe_families import MOE_FAMILIES
 
 ROWS = (
     *(*LLAMA_LIKE, *LLAMA_VARIANTS, *MISTRALS, *COHERE, *GEMMA),
-    *(*MOE_FAMILIES, *ATTENTION_FAMILIES, *HYBRIDS, *LATENT_FAMILIES, *KIMI),
+    *(*MOE_FAMILIES, *ATTENTION_FAMILIES, *HYBRIDS, *LATENT_FAMILIES),
+    *(*KIMI, *CONV_FAMILIES, *MAMBA_FAMILIES),
 )
 FAMILIES = {row.name: row for row in ROWS}
 

@@ -204,9 +204,9 @@ def read_window(config: ConfigReader) -> int | None:
 
 
 def read_kinds(
-    config: ConfigReader, key: str, sizes: Sizes, default: Sequence[str], kinds: tuple[str, str]
+    config: ConfigReader, key: str, sizes: Sizes, default: Sequence[str], kinds: Sequence[str]
 ) -> list[str]:
-    """Read a list that says of each layer which of two kinds it is."""
+    """Read a list that says of each layer which of several kinds it is."""
     found = config.value(key, list(default))
     if not isinstance(found, list) or any(kind not in kinds for kind in found):
         config.refuse(key, found, f"supported: lists of {' and '.join(kinds)}")

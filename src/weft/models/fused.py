@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from weft.kernels.hosted import HostedExperts
 from weft.kernels.interface import Fused, FusedLayer, OpTable
-from weft.kernels.parts import Biases, LatentParts, LayerParts, LayerShape, Norms, RoutedExperts
+from weft.kernels.parts import (
+    UNGATED,
+    Biases,
+    LatentParts,
+    LayerParts,
+    LayerShape,
+    Norms,
+    RoutedExperts,
+)
 from weft.models.layers import LayerWeights
 from weft.models.spec import LayerSpec, ModelSpec
 
@@ -20,6 +28,8 @@ def fusable(spec: ModelSpec, layer: LayerSpec, fused: Fused, ranks: int = 1) -> 
     Norms over the heads of all ranks have a sum over ranks in the middle.
     """
     if layer.state is not None or (ranks > 1 and spec.qk_norm_whole):
+        return False
+    if spec.activation in UNGATED or not layer.has_feed_forward:
         return False
     beside_mlp = layer.moe and spec.moe is not None and spec.moe.beside_mlp
     plain = layer.kv_source is None and not (layer.value_is_key or beside_mlp)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from weft.kernels.delta import DeltaShape
 from weft.models.parameter import Parameter, Piece, stack
-from weft.models.spec import ModelSpec, StateSpec
+from weft.models.spec import ModelSpec
 
 
-def kda_parameters(spec: ModelSpec, state: StateSpec) -> Iterator[Parameter]:
+def kda_parameters(spec: ModelSpec, shape: DeltaShape, rank: int | None) -> Iterator[Parameter]:
     """Yield what takes attention's place in a layer, as Kimi-Linear and Ling 3 store it.
 
     ``qkv`` gives q, k and v, and where gates are one product each those of the output and of
     decays. ``state_gates`` gives those of beta, and the inner numbers of others of two products.
+
+    Args:
+        rank: see ``StateSpec.gate_rank``.
     """
-    shape, hidden = state.delta, spec.hidden_size
-    heads, rank, home = shape.value_heads, state.gate_rank, "self_attn"
+    hidden, heads, home = spec.hidden_size, shape.value_heads, "self_attn"
     mixed = [("q_proj", shape.keys), ("k_proj", shape.keys), ("v_proj", shape.values)]
     gates = [("b_proj", heads)]
     if rank is None:

@@ -34,6 +34,7 @@ _LING_NAMES = {
     for part in ("q_proj", "k_proj", "v_proj", "g_proj", *_KDA_PARTS, *_LATENT_PARTS)
 }
 _LING_NAMES |= {
+    "embed_tokens": "word_embeddings",
     "self_attn.o_proj": "attention.dense",
     "self_attn.gate_proj": "attention.g_proj",
     "mlp.gate.e_score_correction_bias": "mlp.gate.expert_bias",
@@ -131,7 +132,7 @@ def kimi_linear(config: ConfigReader, limit: int | None) -> ModelSpec:
     default, shape = _described(config, sizes)
     kinds = read_mixers(config, sizes, default)
     shape = shape or _kda(config)
-    state = StateSpec("kda", shape, gate_rank=shape.value_dim)
+    state = StateSpec("delta", shape, gate_rank=shape.value_dim)
     layers = _layers(config, sizes, state, kinds, shared, 1)
     layout = CheckpointLayout(decay_column=True, renamed=_KIMI_NAMES, other_mlp="block_sparse_moe")
     layout = without_predictors(config, sizes, layout)
@@ -170,11 +171,9 @@ def bailing_hybrid(config: ConfigReader, limit: int | None) -> ModelSpec:
     moe, shared = _routing(config)
     group = config.positive("layer_group_size", 6)
     kinds = read_mixers(config, sizes, every_nth(sizes, group))
-    state = StateSpec("kda", _kda(config), floor=floor)
+    state = StateSpec("delta", _kda(config), floor=floor)
     layers = _layers(config, sizes, state, kinds, shared, 2)
-    layout = CheckpointLayout(
-        embedding="word_embeddings", rotated_by_pairs=True, renamed=_LING_NAMES
-    )
+    layout = CheckpointLayout(rotated_by_pairs=True, renamed=_LING_NAMES)
     layout = without_predictors(config, sizes, layout)
     gate = GateSpec(by_head=True)
     return latent_like(config, sizes, layers, moe=moe, output_gate=gate, layout=layout)

@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 
 from weft.core.errors import InvariantError
 from weft.kernels.arrays import Array, concatenate, contiguous, times, times_rows
-from weft.kernels.delta import DeltaLayer, DeltaParts
+from weft.kernels.conv import ConvLayer, ConvParts, ConvShape
+from weft.kernels.delta import DeltaLayer, DeltaParts, DeltaShape
 from weft.kernels.hosted import HostedExperts
 from weft.kernels.interface import Experts, OpTable, Weight
+from weft.kernels.mamba2 import Mamba2Layer, Mamba2Parts
 from weft.kernels.routing import Routing
 from weft.kernels.unavailable import KernelUnavailable
 from weft.models.spec import LayerSpec, ModelSpec, RopeSpec, StateSpec
@@ -31,8 +33,8 @@ class LayerWeights:
     H query heads, Hkv KV heads of size D; hidden size C; MLP size I; E experts of size J.
     """
 
-    qkv: Weight  # [(H + 2 Hkv) * D, C]; of a recurrent layer q, k, v and gate: see DeltaShape
-    output: Weight  # [C, H * D], or [C, Hv * Dv]
+    qkv: Weight  # [(H + 2 Hkv) * D, C]; of a recurrent layer what it mixes: see its shape
+    output: Weight  # [C, H * D], or of what a recurrent layer gives
     query_norm: Array | None = None  # [Q], of latent attention, whose sizes ``LatentSpec`` has
     query_up: Weight | None = None  # [H * (plain + rotated), Q]
     latent_norm: Array | None = None  # [rank]
@@ -45,10 +47,12 @@ class LayerWeights:
     output_gate: Weight | None = None  # [H * D, C], or by head [H, C]
     sinks: Array | None = None  # [H]
     state_gates: Weight | None = None  # [2 Hv, C]; of a recurrent layer, as all that follow
-    state_conv: Array | None = None  # [2 Hk * Dk + Hv * Dv, K]
+    state_conv: Array | None = None  # [channels, 1, K]
+    state_conv_bias: Array | None = None  # [channels]
     state_decay: Array | None = None  # [Hv]
     state_bias: Array | None = None  # [Hv]
-    state_norm: Array | None = None  # [Dv]
+    state_norm: Array | None = None  # [Dv], or of all heads
+    state_skip: Array | None = None  # [H], of Mamba-2
     state_gate_up: Weight | None = None  # [Hv * Dv, R]; of decays by channel, as the next
     forget_up: Weight | None = None  # [Hv * Dk, R]
     forget_rate: Array | None = None  # [Hv] or [1, 1, Hv, 1] float32, in place of ``state_decay``
@@ -58,6 +62,7 @@ class LayerWeights:
     post_mlp_norm: Array | None = None  # [C]
     gate_up: Weight | None = None  # [2 I, C]
     gate_up_bias: Array | None = None  # [2 I]
+    up: Weight | None = None  # [I, C], of an MLP without a gate
     down: Weight | None = None  # [C, I]
     down_bias: Array | None = None  # [C]
     router: Weight | None = None  # [E, C]; with a gate of the shared experts [E + 1, C]
@@ -66,6 +71,7 @@ class LayerWeights:
     router_scale: Array | None = None  # [C]
     expert_scale: Array | None = None  # [E]
     expert_gate_up: Experts | None = None  # [E, 2 J, C]
+    expert_up: Experts | None = None  # [E, J, C], of experts without a gate
     expert_down: Experts | None = None  # [E, C, J]
     expert_gate_up_bias: Array | None = None  # [E, 2 J]
     expert_down_bias: Array | None = None  # [E, C]
@@ -206,9 +212,12 @@ def gated(
     return ops.gate(attended, ops.linear(x, weights.output_gate, None), spec.output_gate.kind)
 
 
+StateLayer: TypeAlias = DeltaLayer | ConvLayer | Mamba2Layer
+
+
 def bind_state(
     spec: ModelSpec, layer: LayerSpec, weights: LayerWeights, ops: OpTable
-) -> DeltaLayer | None:
+) -> StateLayer | None:
     """Bind what takes attention's place in a recurrent layer; None for one that attends.
 
     Raises:
@@ -216,45 +225,54 @@ def bind_state(
     """
     if layer.state is None:
         return None
-    if ops.delta is None:
+    bind = getattr(ops, layer.state.kind)
+    if bind is None:
         raise KernelUnavailable(
             "these kernels do not compute recurrent layers; set device='cpu', or "
             "kernels='reference' (slow)"
         )
-    kda = layer.state.kind == "kda"
-    decay = weights.forget_rate if kda else weights.state_decay
-    bias = weights.forget_bias if kda else weights.state_bias
+    found: StateLayer = bind(_state_parts(spec, layer.state, weights))
+    return found
+
+
+def _state_parts(
+    spec: ModelSpec, state: StateSpec, weights: LayerWeights
+) -> DeltaParts | ConvParts | Mamba2Parts:
+    shape, bias = state.shape, weights.state_conv_bias
     assert weights.state_conv is not None
+    conv = weights.state_conv.reshape(shape.channels, -1)
+    if isinstance(shape, ConvShape):
+        return ConvParts(shape, conv, bias)
+    by_channel = isinstance(shape, DeltaShape) and shape.by_channel
+    decay = weights.forget_rate if by_channel else weights.state_decay
+    steps = weights.forget_bias if by_channel else weights.state_bias
+    norm, eps = weights.state_norm, spec.norm_eps
     assert decay is not None
-    assert bias is not None
-    assert weights.state_norm is not None
-    return ops.delta(
-        DeltaParts(
-            layer.state.delta,
-            weights.state_conv.reshape(layer.state.delta.channels, -1),
-            decay.reshape(-1),
-            bias,
-            weights.state_norm,
-            spec.norm_eps,
-            "sigmoid" if kda else "silu",
-            layer.state.floor,
-        )
-    )
+    assert steps is not None
+    assert norm is not None
+    if isinstance(shape, DeltaShape):
+        gating = "sigmoid" if by_channel else "silu"
+        return DeltaParts(shape, conv, decay.reshape(-1), steps, norm, eps, gating, state.floor)
+    skip, limits = weights.state_skip, state.time_limits
+    assert skip is not None
+    return Mamba2Parts(shape, conv, bias, decay, steps, skip, norm, eps, limits)
 
 
 def project_state(
     spec: ModelSpec, state: StateSpec, weights: LayerWeights, residual: Array, ops: OpTable
-) -> tuple[Array, Array]:
-    """Return what a recurrent layer mixes: q, k, v and gate, and the gates of its state.
+) -> tuple[Array, Array | None]:
+    """Return what a recurrent layer mixes, and the gates of its state, None where it has none.
 
-    Both are [T, N], as ``kernels.delta.DeltaLayer`` takes them, of the layer's input [T, C].
+    Both are [T, N], as the layers of ``bind_state`` take them, of the layer's input [T, C].
     """
-    assert weights.state_gates is not None
     x = pre_norm(spec, residual, weights.input_norm, ops)
-    mixed, gates = ops.linear(x, weights.qkv, None), ops.linear(x, weights.state_gates, None)
-    if state.kind == "delta":
+    mixed = ops.linear(x, weights.qkv, weights.qkv_bias)
+    if weights.state_gates is None:
+        return mixed, None
+    gates, shape, rank = ops.linear(x, weights.state_gates, None), state.shape, state.gate_rank
+    if not isinstance(shape, DeltaShape) or not shape.by_channel:
         return mixed, gates
-    shape, heads, rank = state.delta, state.delta.value_heads, state.gate_rank
+    heads = shape.value_heads
     if rank is None:
         wide = shape.channels + shape.values
         return mixed[:, :wide], concatenate((gates, mixed[:, wide:]), 1)
@@ -318,9 +336,10 @@ def _norm(spec: ModelSpec, x: Array, weight: Array | None, ops: OpTable) -> Arra
 
 
 def _mlp(spec: ModelSpec, weights: LayerWeights, x: Array, ops: OpTable) -> Array:
-    assert weights.gate_up is not None
+    first = weights.gate_up if weights.up is None else weights.up
+    assert first is not None
     assert weights.down is not None
-    gate_up = ops.linear(x, weights.gate_up, weights.gate_up_bias)  # [T, 2 I]
+    gate_up = ops.linear(x, first, weights.gate_up_bias)  # [T, 2 I], or without a gate [T, I]
     x = ops.act_mul(gate_up, spec.activation)  # [T, I]
     return ops.linear(x, weights.down, weights.down_bias)
 
@@ -337,7 +356,8 @@ def begin_experts(
     moe = spec.moe
     assert moe is not None
     assert weights.router is not None
-    assert weights.expert_gate_up is not None
+    gate_up = weights.expert_gate_up if weights.expert_up is None else weights.expert_up
+    assert gate_up is not None
     assert weights.expert_down is not None
     routing, bias = moe.routing, weights.correction_bias
     if bias is not None and weights.router_bias is None:
@@ -350,7 +370,7 @@ def begin_experts(
     shares, experts = ops.route(scores[:, : moe.num_experts], routing, bias)  # [T, K] each
     if weights.expert_scale is not None:
         shares = shares * weights.expert_scale[experts]
-    gate_up, down = weights.expert_gate_up, weights.expert_down
+    down = weights.expert_down
     if isinstance(down, HostedExperts):
         down.send(x, shares, experts)
         return lambda: down.receive(x), gate

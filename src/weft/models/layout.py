@@ -10,12 +10,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
+from weft.kernels.parts import UNGATED
 from weft.kernels.storage import GATED, Storage, computed_as
-from weft.models.kda_layout import kda_parameters
-from weft.models.parameter import Parameter, Piece, Shape, stack
+from weft.models.parameter import Parameter, Piece, Shape, stack, whole
 from weft.models.quant_config import GGUF, StoredWeights
 from weft.models.shard import WHOLE, Shard, cut, has_mlp
-from weft.models.spec import LatentSpec, LayerSpec, ModelSpec, MoeSpec, StateSpec
+from weft.models.spec import LatentSpec, LayerSpec, ModelSpec, MoeSpec
+from weft.models.state_layout import recurrence
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -24,7 +25,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # tied). An error in the head goes straight into the logits: with int4 it has the smallest groups,
 # with fp8 it stays in floats unless ``FP8_HEAD`` is asked for.
 ROUNDED = {"qkv", "output", "output_gate", "gate_up", "down", "expert_gate_up", "expert_down"}
-ROUNDED |= {"query_up"}
+ROUNDED |= {"query_up", "up", "expert_up"}
 HEAD_GROUP = 32
 FP8_HEAD = "fp8-head"  # as ``fp8``, the output head as well
 FP8 = Storage(8, None, "float32", format="e4m3")
@@ -43,33 +44,40 @@ def parameters(spec: ModelSpec, *, stacked_experts: bool = False) -> Iterator[Pa
         stacked_experts: the checkpoint stores the experts of a layer as one tensor.
     """
     hidden, stage = spec.hidden_size, spec.stage
+    renamed = spec.layout.renamed
     if stage.embeds or (stage.ends and spec.tied_embeddings):
-        yield _whole("embed", f"{spec.layout.embedding}.weight", (spec.vocab_size, hidden))
+        yield whole("embed", embedding_name(spec), (spec.vocab_size, hidden))
     if spec.per_layer_input_size and stage.embeds:
         width = spec.total_layers * spec.per_layer_input_size
         table = (spec.per_layer_vocab_size, width)
-        yield _whole("per_layer_embed", "embed_tokens_per_layer.weight", table)
+        yield whole("per_layer_embed", "embed_tokens_per_layer.weight", table)
         projection = "per_layer_model_projection.weight"
-        yield _whole("per_layer_projection", projection, (width, hidden))
+        yield whole("per_layer_projection", projection, (width, hidden))
         norm = "per_layer_projection_norm.weight"
-        yield _whole("per_layer_norm", norm, (spec.per_layer_input_size,))
+        yield whole("per_layer_norm", norm, (spec.per_layer_input_size,))
     for number, layer in enumerate(spec.layers):
         inside = [
             *_mixer(spec, layer),
-            *_norms(spec),
+            *_norms(spec, layer),
             *_mlp(spec, layer),
             *_experts(spec, layer, stacked_experts),
             *_per_layer_input(spec),
         ]
         for parameter in inside:
-            yield _within_layer(number, stage.first + number, parameter, spec.layout.renamed)
+            stored = _stored_number(layer, stage.first + number, parameter)
+            yield _within_layer(number, stored, parameter, renamed)
     if not stage.ends:
         return
-    yield _whole("norm", "norm.weight", (hidden,))
+    yield whole("norm", _renamed("norm.weight", renamed), (hidden,))
     if spec.head == "score":
-        yield _whole("score", "score.weight", (1, hidden))
+        yield whole("score", "score.weight", (1, hidden))
     if not spec.tied_embeddings:
-        yield _whole("lm_head", "lm_head.weight", (spec.vocab_size, hidden))
+        yield whole("lm_head", "lm_head.weight", (spec.vocab_size, hidden))
+
+
+def embedding_name(spec: ModelSpec) -> str:
+    """Return what the embedding is called on disk, without a prefix."""
+    return _renamed("embed_tokens.weight", spec.layout.renamed)
 
 
 def num_parameters(spec: ModelSpec) -> int:
@@ -154,10 +162,6 @@ def stored_as(stored: StoredWeights, parameter: Parameter, *, tied: bool = False
     return stored.storage(parameter.shape[-1])
 
 
-def _whole(name: str, tensor: str, shape: Shape) -> Parameter:
-    return Parameter(name, shape, (Piece(tensor, shape),))
-
-
 def _within_layer(
     number: int, stored: int, parameter: Parameter, renamed: Mapping[str, str]
 ) -> Parameter:
@@ -170,8 +174,16 @@ def _within_layer(
     return Parameter(f"layers.{number}.{parameter.name}", parameter.shape, pieces)
 
 
+def _stored_number(layer: LayerSpec, number: int, parameter: Parameter) -> int:
+    """The number on disk of the layer that has a parameter: a mixer's, or that of its MLP."""
+    if layer.stored is None:
+        return number
+    of_mlp = parameter.name == "mlp_norm" or parameter.pieces[0].tensor.startswith("mlp.")
+    return layer.stored[of_mlp]
+
+
 def _renamed(tensor: str, renamed: Mapping[str, str]) -> str:
-    """Return what a tensor of a layer is called on disk."""
+    """Return what a tensor is called on disk."""
     found = EXPERT.search(tensor)
     number = "" if found is None else found[1]
     key = EXPERT.sub(".*.", tensor)
@@ -182,8 +194,7 @@ def _renamed(tensor: str, renamed: Mapping[str, str]) -> str:
 
 def _mixer(spec: ModelSpec, layer: LayerSpec) -> Iterator[Parameter]:
     if layer.state is not None:
-        kda = layer.state.kind == "kda"
-        return kda_parameters(spec, layer.state) if kda else _recurrence(spec, layer.state)
+        return recurrence(spec, layer.state)
     if spec.latent is not None:
         return _latent(spec, spec.latent)
     return _attention(spec, layer)
@@ -203,13 +214,13 @@ def _attention(spec: ModelSpec, layer: LayerSpec) -> Iterator[Parameter]:
     yield _beside_gates(spec, layer, qkv) if spec.layout.gate_in_q else qkv
     if spec.qkv_bias:
         yield _by_halves(spec, layer, stack("qkv_bias", _named("bias", parts)))
-    yield _whole("output", "self_attn.o_proj.weight", (hidden, q_rows))
+    yield whole("output", "self_attn.o_proj.weight", (hidden, q_rows))
     if spec.output_bias:
-        yield _whole("output_bias", "self_attn.o_proj.bias", (hidden,))
+        yield whole("output_bias", "self_attn.o_proj.bias", (hidden,))
     if spec.output_gate is not None:
         yield _output_gate(spec, layer, spec.num_heads if spec.output_gate.by_head else q_rows)
     if layer.sinks:
-        yield _whole("sinks", "self_attn.sinks", (spec.num_heads,))
+        yield whole("sinks", "self_attn.sinks", (spec.num_heads,))
     if spec.qk_norm and spec.qk_norm_weighted:
         yield _by_halves(spec, layer, _qk_norm(spec, layer))
 
@@ -224,10 +235,10 @@ def _latent(spec: ModelSpec, latent: LatentSpec) -> Iterator[Parameter]:
     if spec.qkv_bias:
         yield _turned(spec, latent, stack("qkv_bias", _named("bias", parts)))
     if latent.query_rank is not None:
-        yield _whole("query_norm", "self_attn.q_a_layernorm.weight", (latent.query_rank,))
-        up = _whole("query_up", "self_attn.q_b_proj.weight", (rows, latent.query_rank))
+        yield whole("query_norm", "self_attn.q_a_layernorm.weight", (latent.query_rank,))
+        up = whole("query_up", "self_attn.q_b_proj.weight", (rows, latent.query_rank))
         yield _turned(spec, latent, up)
-    yield _whole("latent_norm", "self_attn.kv_a_layernorm.weight", (rank,))
+    yield whole("latent_norm", "self_attn.kv_a_layernorm.weight", (rank,))
     each = latent.plain_dim + latent.value_dim
     keys, values = [], []
     for head in range(heads):
@@ -238,11 +249,11 @@ def _latent(spec: ModelSpec, latent: LatentSpec) -> Iterator[Parameter]:
         values.append(Piece(tensor, (heads * each, rank), (head,), value))
     yield Parameter("key_up", (heads, rank, latent.plain_dim), tuple(keys))
     yield Parameter("value_up", (heads, latent.value_dim, rank), tuple(values))
-    yield _whole("output", "self_attn.o_proj.weight", (hidden, heads * latent.value_dim))
+    yield whole("output", "self_attn.o_proj.weight", (hidden, heads * latent.value_dim))
     if spec.output_bias:
-        yield _whole("output_bias", "self_attn.o_proj.bias", (hidden,))
+        yield whole("output_bias", "self_attn.o_proj.bias", (hidden,))
     if spec.output_gate is not None:
-        yield _whole("output_gate", "self_attn.gate_proj.weight", (heads, hidden))
+        yield whole("output_gate", "self_attn.gate_proj.weight", (heads, hidden))
 
 
 def _named(kind: str, parts: list[tuple[str, int]]) -> list[tuple[str, int]]:
@@ -283,7 +294,7 @@ def _by_halves(spec: ModelSpec, layer: LayerSpec, parameter: Parameter) -> Param
 def _output_gate(spec: ModelSpec, layer: LayerSpec, rows: int) -> Parameter:
     shape = (rows, spec.hidden_size)
     if not spec.layout.gate_in_q:
-        return _whole("output_gate", "self_attn.gate_proj.weight", shape)
+        return whole("output_gate", "self_attn.gate_proj.weight", shape)
     return Parameter("output_gate", shape, tuple(_of_q(spec, layer, layer.head_dim)))
 
 
@@ -301,52 +312,6 @@ def _of_q(spec: ModelSpec, layer: LayerSpec, first: int) -> Iterator[Piece]:
         part = (slice(start, start + dim),)
         index = (slice(head * dim, (head + 1) * dim),)
         yield Piece("self_attn.q_proj.weight", shape, index, part)
-
-
-def _recurrence(spec: ModelSpec, state: StateSpec) -> Iterator[Parameter]:
-    """Yield what takes attention's place in a recurrent layer, as Qwen3-Next and 3.5 store it."""
-    shape, hidden, home = state.delta, spec.hidden_size, "linear_attn"
-    heads, rows = shape.value_heads, shape.channels + shape.values
-    if spec.layout.fused_state:
-        each = heads // shape.key_heads
-        values = each * shape.value_dim
-        inside = (shape.key_dim, shape.key_dim, values, values)
-        yield _by_key_head("qkv", f"{home}.in_proj_qkvz.weight", inside, shape.key_heads, hidden)
-        gates = (each, each)
-        yield _by_key_head(
-            "state_gates", f"{home}.in_proj_ba.weight", gates, shape.key_heads, hidden
-        )
-    else:
-        parts = [("in_proj_qkv", shape.channels), ("in_proj_z", shape.values)]
-        yield stack("qkv", [(f"{home}.{name}.weight", n) for name, n in parts], hidden)
-        parts = [("in_proj_b", heads), ("in_proj_a", heads)]
-        yield stack("state_gates", [(f"{home}.{name}.weight", n) for name, n in parts], hidden)
-    yield _whole("output", f"{home}.out_proj.weight", (hidden, rows - shape.channels))
-    conv = Piece(f"{home}.conv1d.weight", (shape.channels, 1, shape.taps))
-    yield Parameter("state_conv", (shape.channels, 1, shape.taps), (conv,))
-    yield _whole("state_decay", f"{home}.A_log", (heads,))
-    yield _whole("state_bias", f"{home}.dt_bias", (heads,))
-    yield _whole("state_norm", f"{home}.norm.weight", (shape.value_dim,))
-
-
-def _by_key_head(
-    name: str, tensor: str, sizes: tuple[int, ...], heads: int, columns: int
-) -> Parameter:
-    """Return a parameter whose parts a tensor has for one key head after the other.
-
-    Args:
-        sizes: rows of each part, of a head.
-    """
-    width = sum(sizes)
-    shape, pieces, begin = (heads * width, columns), [], 0
-    for place, size in enumerate(sizes):
-        first = sum(sizes[:place])
-        for head in range(heads):
-            start, to = head * width + first, begin + head * size
-            part = (slice(start, start + size),)
-            pieces.append(Piece(tensor, shape, (slice(to, to + size),), part))
-        begin += heads * size
-    return Parameter(name, shape, tuple(pieces))
 
 
 def _qk_norm(spec: ModelSpec, layer: LayerSpec) -> Parameter:
@@ -373,7 +338,7 @@ def _qk_norm(spec: ModelSpec, layer: LayerSpec) -> Parameter:
     return Parameter("qk_norm", (heads, layer.head_dim), tuple(pieces))
 
 
-def _norms(spec: ModelSpec) -> Iterator[Parameter]:
+def _norms(spec: ModelSpec, layer: LayerSpec) -> Iterator[Parameter]:
     names = {}
     if spec.pre_norms:
         before = "pre_feedforward" if spec.post_norms else "post_attention"
@@ -382,7 +347,9 @@ def _norms(spec: ModelSpec) -> Iterator[Parameter]:
         names["post_attention_norm"] = "post_attention_layernorm"
         names["post_mlp_norm"] = "post_feedforward_layernorm"
     for name, tensor in names.items():
-        yield _whole(name, f"{tensor}.weight", (spec.hidden_size,))
+        if "mlp" in name and not layer.has_feed_forward:
+            continue
+        yield whole(name, f"{tensor}.weight", (spec.hidden_size,))
 
 
 def _mlp(spec: ModelSpec, layer: LayerSpec) -> Iterator[Parameter]:
@@ -394,11 +361,14 @@ def _mlp(spec: ModelSpec, layer: LayerSpec) -> Iterator[Parameter]:
         parts = [("gate_up_proj", 2 * size)]
     shared = layer.moe and spec.moe is not None and spec.moe.shared
     home = "mlp.shared_experts" if shared else "mlp"
-    yield stack("gate_up", [(f"{home}.{name}.weight", rows) for name, rows in parts], hidden)
-    yield _whole("down", f"{home}.down_proj.weight", (hidden, size))
+    if spec.activation in UNGATED:
+        yield whole("up", f"{home}.up_proj.weight", (size, hidden))
+    else:
+        yield stack("gate_up", [(f"{home}.{name}.weight", rows) for name, rows in parts], hidden)
+    yield whole("down", f"{home}.down_proj.weight", (hidden, size))
     if spec.mlp_bias:
         yield stack("gate_up_bias", [(f"{home}.{name}.bias", rows) for name, rows in parts])
-        yield _whole("down_bias", f"{home}.down_proj.bias", (hidden,))
+        yield whole("down_bias", f"{home}.down_proj.bias", (hidden,))
 
 
 def _experts(spec: ModelSpec, layer: LayerSpec, stacked: bool) -> Iterator[Parameter]:
@@ -407,7 +377,9 @@ def _experts(spec: ModelSpec, layer: LayerSpec, stacked: bool) -> Iterator[Param
     hidden, count, size = spec.hidden_size, spec.moe.num_experts, spec.moe.intermediate_size
     gate_up, down = (count, 2 * size, hidden), (count, hidden, size)
     home = "experts" if spec.moe.beside_mlp else "mlp.experts"
-    if stacked or spec.layout.stacked_experts:
+    if spec.activation in UNGATED:
+        yield from _ungated_experts(home, (count, size, hidden), stacked)
+    elif stacked or spec.layout.stacked_experts:
         order = _alternating(spec, gate_up)
         flipped = spec.layout.transposed_experts
         piece = Piece(f"{home}.gate_up_proj", gate_up, axis=1, pairs=order, transposed=flipped)
@@ -422,16 +394,27 @@ def _experts(spec: ModelSpec, layer: LayerSpec, stacked: bool) -> Iterator[Param
         order = _alternating(spec, gate_up)
         piece = Piece(f"{home}.gate_up_proj_bias", gate_up[:2], axis=1, pairs=order)
         yield Parameter("expert_gate_up_bias", gate_up[:2], (piece,))
-        yield _whole("expert_down_bias", f"{home}.down_proj_bias", down[:2])
+        yield whole("expert_down_bias", f"{home}.down_proj_bias", down[:2])
     if not spec.moe.beside_mlp:
         yield from _router(spec, spec.moe)
         return
-    yield _whole("router", "router.proj.weight", (count, hidden))
-    yield _whole("router_scale", "router.scale", (hidden,))
-    yield _whole("expert_scale", "router.per_expert_scale", (count,))
-    yield _whole("dense_post_norm", "post_feedforward_layernorm_1.weight", (hidden,))
-    yield _whole("expert_norm", "pre_feedforward_layernorm_2.weight", (hidden,))
-    yield _whole("expert_post_norm", "post_feedforward_layernorm_2.weight", (hidden,))
+    yield whole("router", "router.proj.weight", (count, hidden))
+    yield whole("router_scale", "router.scale", (hidden,))
+    yield whole("expert_scale", "router.per_expert_scale", (count,))
+    yield whole("dense_post_norm", "post_feedforward_layernorm_1.weight", (hidden,))
+    yield whole("expert_norm", "pre_feedforward_layernorm_2.weight", (hidden,))
+    yield whole("expert_post_norm", "post_feedforward_layernorm_2.weight", (hidden,))
+
+
+def _ungated_experts(home: str, shape: Shape, stacked: bool) -> Iterator[Parameter]:
+    count, size, hidden = shape
+    for name, rows, columns in (("up", size, hidden), ("down", hidden, size)):
+        tensor, whole = f"{home}.{{}}{name}_proj", (count, rows, columns)
+        pieces = [Piece(tensor.format(""), whole)]
+        if not stacked:
+            single = [tensor.format(f"{e}.") + ".weight" for e in range(count)]
+            pieces = [Piece(one, whole[1:], (e,)) for e, one in enumerate(single)]
+        yield Parameter(f"expert_{name}", whole, tuple(pieces))
 
 
 def _alternating(spec: ModelSpec, shape: Shape) -> tuple[int, int] | None:
@@ -446,7 +429,7 @@ def _router(spec: ModelSpec, moe: MoeSpec) -> Iterator[Parameter]:
         rows.append(("mlp.shared_expert_gate.weight", 1))
     yield stack("router", rows, spec.hidden_size)
     if moe.router_bias:
-        yield _whole("router_bias", "mlp.gate.bias", (moe.num_experts,))
+        yield whole("router_bias", "mlp.gate.bias", (moe.num_experts,))
     if moe.correction_bias:
         shape = (1, moe.num_experts) if spec.layout.correction_row else (moe.num_experts,)
         piece = Piece("mlp.gate.e_score_correction_bias", shape)
@@ -464,8 +447,8 @@ def _expert_gate_up(home: str, spec: ModelSpec) -> Iterator[Piece]:
 def _per_layer_input(spec: ModelSpec) -> Iterator[Parameter]:
     size, hidden = spec.per_layer_input_size, spec.hidden_size
     if size:
-        yield _whole("input_gate", "per_layer_input_gate.weight", (size, hidden))
-        yield _whole("input_projection", "per_layer_projection.weight", (hidden, size))
-        yield _whole("post_input_norm", "post_per_layer_input_norm.weight", (hidden,))
+        yield whole("input_gate", "per_layer_input_gate.weight", (size, hidden))
+        yield whole("input_projection", "per_layer_projection.weight", (hidden, size))
+        yield whole("post_input_norm", "post_per_layer_input_norm.weight", (hidden,))
     if spec.layer_scalars:
-        yield _whole("layer_scalar", "layer_scalar", (1,))
+        yield whole("layer_scalar", "layer_scalar", (1,))

@@ -29,7 +29,7 @@ from weft.models.gguf import GgufFile
 from weft.models.gguf_pieces import GgufPieces
 from weft.models.host_part import HostPart
 from weft.models.kept_weights import KeptWeights
-from weft.models.layout import is_kept_float32, parameters, stored_as
+from weft.models.layout import embedding_name, is_kept_float32, parameters, stored_as
 from weft.models.parameter import Parameter, Piece, in_order
 from weft.models.quant import FLOATS, ExpectedTensor
 from weft.models.safetensors_file import DTYPES, SafetensorsFile, StoredTensor
@@ -313,7 +313,7 @@ class Checkpoint:
 
     def _find_prefix(self) -> str:
         for prefix in self._spec.layout.prefixes:
-            if f"{prefix}{self._spec.layout.embedding}.weight" in self._stored:
+            if prefix + embedding_name(self._spec) in self._stored:
                 return prefix
         return self._spec.layout.prefixes[0]
 
@@ -372,7 +372,7 @@ class Checkpoint:
         """Return whether ``name`` is an output head equal to the embedding that replaces it."""
         if not name.endswith("lm_head.weight"):
             return False
-        embedding = self._read(f"{self._prefix}{self._spec.layout.embedding}.weight")
+        embedding = self._read(self._prefix + embedding_name(self._spec))
         if np.array_equal(self._read(name), embedding):
             return True
         raise CheckpointError(

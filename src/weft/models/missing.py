@@ -6,7 +6,7 @@ import re
 
 _LATENT = "multi-head latent attention (MLA)"
 _SPARSE = "sparse attention by an indexer"
-_STATE = "its kind of recurrent layers (the gated delta rule and KDA are known)"
+_STATE = "its kind of recurrent layers (the delta rule, KDA, Mamba-2 and convolutions are known)"
 _ENCODER = "encoders, which attend in both directions"
 _OLDER = "biases of LayerNorm, and MLPs without a gate"
 _VISION = "towers for images, sound or video, and no text part of this checkpoint is known"
@@ -17,7 +17,8 @@ _MISSING = {
     r"DeepseekV32.*|GlmMoeDsa.*|Glm5Next.*|MiniMaxM3.*|MistralLarge4.*": _SPARSE,
     r"DeepseekV4.*|KimiK3.*|HYV4.*": f"{_SPARSE}, and hyper-connections",
     r"Bailing.*": f"{_STATE}, and {_LATENT}",
-    r"Nemotron_?H.*|GraniteMoeHybrid.*|Lfm[23].*|OlmoHybrid.*": _STATE,
+    r"OlmoHybrid.*": _STATE,
+    r"Nemotron_?H.*": _VISION,
     r"(Falcon)?Mamba2?ForCausalLM|Jamba.*|Bamba.*|Zamba.*|Zaya.*|RecurrentGemma.*|Rwkv.*": _STATE,
     r"MiniMaxForCausalLM|MiniMaxText01.*|xLSTM.*": _STATE,
     r"FalconH1.*": f"{_STATE}, in one layer with attention",

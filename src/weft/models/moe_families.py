@@ -45,7 +45,7 @@ _HUNYUAN_NAMES |= {
     "mlp.gate": "mlp.router.gate",
     "mlp.gate.e_score_correction_bias": "mlp.expert_bias",
 }
-_GRANITE_NAMES = {
+GRANITE_NAMES = {
     "mlp.gate": "block_sparse_moe.router.layer",
     "mlp.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
     "mlp.experts.down_proj": "block_sparse_moe.output_linear.weight",
@@ -394,7 +394,7 @@ def granite_moe(config: ConfigReader, limit: int | None) -> ModelSpec:
         shared=shared > 0,
     )
     layers = [replace(layer, moe=True, intermediate_size=shared or size) for layer in spec.layers]
-    layout = replace(spec.layout, stacked_experts=True, fused_gate_up=True, renamed=_GRANITE_NAMES)
+    layout = replace(spec.layout, stacked_experts=True, fused_gate_up=True, renamed=GRANITE_NAMES)
     return replace(spec, layers=tuple(layers), moe=moe, layout=layout)
 
 

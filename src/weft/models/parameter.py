@@ -72,6 +72,11 @@ class Parameter:
     pieces: tuple[Piece, ...]
 
 
+def whole(name: str, tensor: str, shape: Shape) -> Parameter:
+    """Return a parameter that is one tensor."""
+    return Parameter(name, shape, (Piece(tensor, shape),))
+
+
 def stack(name: str, parts: list[tuple[str, int]], *columns: int) -> Parameter:
     """Return a parameter of tensors stacked along the first dimension: (tensor, rows) each."""
     pieces, start = [], 0

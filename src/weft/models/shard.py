@@ -85,7 +85,9 @@ def _problem(spec: ModelSpec, size: int) -> str | None:
 
 def has_mlp(spec: ModelSpec, layer: LayerSpec) -> bool:
     """Whether a layer has a dense MLP; shared experts are one."""
-    return not layer.moe or (spec.moe is not None and spec.moe.has_mlp)
+    if not layer.moe:
+        return layer.has_feed_forward
+    return spec.moe is not None and spec.moe.has_mlp
 
 
 def shard_range(count: int, shard: Shard) -> range:

@@ -8,7 +8,9 @@ from functools import cached_property
 from typing import TypeAlias
 
 from weft.core.errors import InvariantError
+from weft.kernels.conv import ConvShape
 from weft.kernels.delta import DeltaShape
+from weft.kernels.mamba2 import Mamba2Shape
 from weft.kernels.routing import Routing
 from weft.models.quant_config import StoredWeights
 
@@ -96,27 +98,35 @@ class GateSpec:
     by_head: bool = False
 
 
+# All say what a state consists of: ``matrix``, ``kept_inputs`` and ``state_bytes``.
+StateShape: TypeAlias = DeltaShape | ConvShape | Mamba2Shape
+
+
 @dataclass(frozen=True)
 class StateSpec:
     """What takes attention's place in a recurrent layer, with its sizes.
 
     Attributes:
         kind: ``delta``: the gated delta rule behind a short convolution (Yang et al. 2024);
-            ``kda``: that with a decay for each channel (Kimi Linear 2025).
-        gate_rank: kda: inner size of the two products that give decays, and of those that give the
-            gates of the output; None: each is one product.
-        floor: kda: see ``DeltaParts.floor``.
+            that of Kimi Linear (2025) where each channel decays by itself. ``conv``: a gated short
+            convolution alone (LFM2 2025). ``mamba2``: Mamba-2 (Dao and Gu 2024). The op that
+            computes it has this name in the op table.
+        time_limits: the least and the largest time step, of Mamba-2.
+        gate_rank: of decays by channel: inner size of the two products that give them, and of
+            those that give the gates of the output; None: each is one product.
+        floor: of decays by channel: see ``DeltaParts.floor``.
     """
 
     kind: str
-    delta: DeltaShape
+    shape: StateShape
+    time_limits: tuple[float, float] = (0.0, float("inf"))
     gate_rank: int | None = None
     floor: float | None = None
 
     @property
     def bytes(self) -> int:
         """Bytes of the layer's part of a state."""
-        return self.delta.state_bytes
+        return self.shape.state_bytes
 
 
 @dataclass(frozen=True)
@@ -151,7 +161,7 @@ class LayerSpec:
 
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
+    intermediate_size: int  # 0: it has no MLP
     window: int | None = None  # a query at p sees (p - window, p]; None: everything before it
     rope: int = 0  # index into ModelSpec.ropes
     moe: bool = False
@@ -159,6 +169,12 @@ class LayerSpec:
     value_is_key: bool = False  # V is the K projection before its norm and rotation
     sinks: bool = False  # each query head has a score without a value (Xiao et al. 2023)
     state: StateSpec | None = None  # in place of attention, whose sizes are then without meaning
+    stored: tuple[int, int] | None = None  # numbers on disk where its MLP is a layer of its own
+
+    @property
+    def has_feed_forward(self) -> bool:
+        """Whether an MLP or experts follow what mixes tokens."""
+        return self.moe or self.intermediate_size > 0
 
 
 @dataclass(frozen=True)
@@ -214,12 +230,11 @@ class CheckpointLayout:
 
     ``prefixes`` are tried in order: the one under which the embedding exists is used. Tensors that
     match an ``ignored`` regular expression (full match) are left unread. ``renamed`` maps names of
-    ``layout`` to those on disk: of whole tensors of a layer, or of modules; ``*`` is the number of
-    an expert.
+    ``layout`` to those on disk: of whole tensors or of modules, of a layer or of the model; ``*``
+    is the number of an expert.
     """
 
     prefixes: tuple[str, ...] = ("model.", "")
-    embedding: str = "embed_tokens"
     fused_qkv: bool = False  # stored as qkv_proj, as in Phi-3
     gate_in_q: bool = False  # q_proj has the rows of each head's gate behind those of its query
     fused_state: bool = (
@@ -286,7 +301,7 @@ class ModelSpec:
     max_position_embeddings: int
     attention_scale: float
     family: str = ""  # the name of its row in ``families``
-    activation: str = "silu"  # or gelu_tanh, swiglu_oai
+    activation: str = "silu"  # or gelu_tanh, swiglu_oai; relu2, of MLPs without a gate
     norm_plus_one: bool = False  # norms multiply by 1 + weight
     norm_centred: bool = False  # LayerNorm: norms subtract the mean first
     parallel_block: bool = False  # the MLP reads the residual that attention reads, not its sum

@@ -51,6 +51,31 @@ def advance_delta(
     gates: _View,
     out: int,
 ) -> None: ...
+def advance_conv(
+    shape: tuple[int, ...],
+    weights: tuple[int, ...],
+    inputs: int,
+    bounds: NDArray[np.int32],
+    reads: NDArray[np.int32],
+    writes: NDArray[np.int32],
+    marks: NDArray[np.int32],
+    x: _View,
+    out: int,
+) -> None: ...
+def advance_mamba2(
+    shape: tuple[int, ...],
+    weights: tuple[int, ...],
+    numbers: tuple[float, ...],
+    matrices: int,
+    inputs: int,
+    bounds: NDArray[np.int32],
+    reads: NDArray[np.int32],
+    writes: NDArray[np.int32],
+    marks: NDArray[np.int32],
+    x: _View,
+    gates: _View,
+    out: int,
+) -> None: ...
 
 layout_version: int
 
@@ -355,6 +380,7 @@ def normalise_by(
 ) -> None: ...
 def rotate(x: _View, cos: int, sin: int, half: int, out: int) -> None: ...
 def act_mul(gate_up: _View, activation: int, out: int) -> None: ...
+def square_positive(x: _View, out: int) -> None: ...
 def gate(x: _View, gates: _View, gating: int, out: int) -> None: ...
 def gather_rows(table: _View, ids: int, tokens: int, out: int) -> None: ...
 def copy_blocks(

@@ -14,6 +14,7 @@ void bind_expert_server(nanobind::module_& m);
 void bind_host(nanobind::module_& m);
 void bind_layer(nanobind::module_& m);
 void bind_matrix(nanobind::module_& m);
+void bind_mixers(nanobind::module_& m);
 void bind_ops(nanobind::module_& m);
 void bind_stack(nanobind::module_& m);
 void bind_step(nanobind::module_& m);

@@ -26,9 +26,10 @@ namespace weft {
   extern const RateKernels rate_kernels_##isa;   \
   extern const ScanKernels scan_kernels_##isa;   \
   extern const DeltaKernels delta_kernels_##isa; \
+  extern const MixerKernels mixer_kernels_##isa; \
   static const Isa isa_##isa = {#isa, &kernels_##isa, &panel_kernels_##isa, &quant_kernels_##isa, \
                                 &rate_kernels_##isa, &scan_kernels_##isa, \
-                                &delta_kernels_##isa}
+                                &delta_kernels_##isa, &mixer_kernels_##isa}
 
 // A build may have one set only, beside the baseline: WEFT_ONLY (CMakeLists.txt).
 #define WEFT_EXPANDED(macro, isa) macro(isa)
@@ -63,7 +64,7 @@ struct TileIsa {
 
   TileIsa(const char* name, bool pairs)
       : isa{name, pairs ? &kernels_amxbf16 : &kernels_avx512bf16, &panel, &quant, &rate,
-            &scan_kernels_avx512bf16, &delta_kernels_avx512bf16} {
+            &scan_kernels_avx512bf16, &delta_kernels_avx512bf16, &mixer_kernels_avx512bf16} {
     quant.multiply = tile_kernels.multiply_integers;
     for (const Format format : {Format::int8, Format::int4}) {
       rate.multiply_adds[static_cast<int>(format)] = tile_kernels.add_integers;

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "delta.hpp"
+#include "mixers.hpp"
 #include "panel.hpp"
 #include "quant.hpp"
 #include "rate.hpp"
@@ -22,6 +23,7 @@ struct Isa {
   const RateKernels* rate;
   const ScanKernels* scan;
   const DeltaKernels* delta;
+  const MixerKernels* mixers;
 };
 
 // Names of those that this machine can run, compiled or not, in the order of `runnable_isas`.

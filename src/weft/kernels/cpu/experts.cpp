@@ -11,6 +11,7 @@
 #include <string>
 
 #include "dispatch.hpp"
+#include "ops.hpp"
 #include "phases.hpp"
 
 namespace weft {
@@ -47,9 +48,11 @@ class Mixture {
   void run_phases(FunctionRef<void(int64_t)> done) const {
     const int64_t pairs = static_cast<int64_t>(pairs_.size());
     const bool rounds = std::ranges::any_of(down_, &Multiplication::rounds);
+    const bool squares = experts_->activation == Activation::relu2;
     Phases phases;
     phases.add_tokens(pairs, [this](int64_t pair) { take(pair); });
     phases.add(gate_up_ends_.back(), [this](int64_t i) { multiply(gate_up_, gate_up_ends_, i); });
+    phases.add_tokens(squares ? pairs : 0, [this](int64_t i) { square(i); });
     phases.add_tokens(rounds ? pairs : 0, [this](int64_t i) {
       down_[pairs_[i].product].round_row(pairs_[i].row);
     });
@@ -88,7 +91,8 @@ class Mixture {
         return rows_of(all, matrix.outputs(), matrix.type()).row(expert);
       };
       gate_up_.push_back({.matrix = &gate_up, .bias = bias_of(experts_->gate_up_bias, gate_up),
-                          .rows = rows, .activated = true, .activation = experts_->activation});
+                          .rows = rows, .activated = gate_up.gated(),
+                          .activation = experts_->activation});
       down_.push_back(
           {.matrix = &down, .bias = bias_of(experts_->down_bias, down), .rows = rows});
       firsts_.push_back(next_[expert]);
@@ -142,6 +146,13 @@ class Mixture {
     const char* from = x_.row(token);
     if (product.rounds()) return product.round_row(row, from);
     std::copy_n(from, product.x.stride, product.x.row(row));
+  }
+
+  // Applies the activation of experts without gates to what a pair's first product gave.
+  void square(int64_t i) const {
+    const Multiplication& product = down_[pairs_[i].product];
+    char* const row = product.x.row(pairs_[i].row);
+    square_positive_row(product.matrix->type(), row, row, product.matrix->inputs());
   }
 
   void multiply(const std::vector<Multiplication>& products, const std::vector<int64_t>& ends,

@@ -11,7 +11,7 @@ namespace weft {
 
 // The matrices of each expert. Nothing is owned.
 struct Experts {
-  std::vector<const Matrix*> gate_up;  // gated [2 * size, hidden]
+  std::vector<const Matrix*> gate_up;  // gated [2 * size, hidden]; with relu2 not, [size, hidden]
   std::vector<const Matrix*> down;     // [hidden, size]
   // Of the matrices' type, or null.
   const void* gate_up_bias = nullptr;  // [experts, 2 * size]

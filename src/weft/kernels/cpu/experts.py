@@ -21,6 +21,7 @@ from weft.kernels.arrays import (
 from weft.kernels.cpu import _native
 from weft.kernels.cpu.matrix import CpuMatrix
 from weft.kernels.cpu.rows import ACTIVATIONS
+from weft.kernels.parts import UNGATED
 from weft.kernels.routing import Routing
 
 
@@ -121,7 +122,7 @@ def bind_experts(
     """Return experts for native calls, which do not keep matrices and biases alive.
 
     Args:
-        gate_up: E gated matrices [2 J, C].
+        gate_up: E gated matrices [2 J, C], or of activations in ``UNGATED`` plain ones [J, C].
         down: E matrices [C, J].
         gate_up_bias, down_bias: [E, 2 J] and [E, C], contiguous, of the type of activations.
 
@@ -135,16 +136,18 @@ def bind_experts(
     experts = _native.Experts()
     experts.activation = ACTIVATIONS[activation]
     hidden, size = down[0].shape
+    gated = activation not in UNGATED
+    wide = 2 * size if gated else size
     for number, (first, second) in enumerate(zip(gate_up, down, strict=True)):
-        fits = tuple(first.shape) == (2 * size, hidden) and tuple(second.shape) == (hidden, size)
-        if not fits or not first.gated or not first.dtype == second.dtype == down[0].dtype:
+        fits = tuple(first.shape) == (wide, hidden) and tuple(second.shape) == (hidden, size)
+        if not fits or first.gated != gated or not first.dtype == second.dtype == down[0].dtype:
             raise ValueError(
-                f"expert {number} has {list(first.shape)} and {list(second.shape)}: expected gated "
-                f"{[2 * size, hidden]} and {[hidden, size]} of {down[0].dtype}"
+                f"expert {number} has {list(first.shape)} and {list(second.shape)}: expected "
+                f"{'gated ' * gated}{[wide, hidden]} and {[hidden, size]} of {down[0].dtype}"
             )
         experts.add(first.native, second.native)
     for name, bias, width in (
-        ("gate_up_bias", gate_up_bias, 2 * size),
+        ("gate_up_bias", gate_up_bias, wide),
         ("down_bias", down_bias, hidden),
     ):
         if bias is None:

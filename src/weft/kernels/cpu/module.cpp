@@ -123,6 +123,7 @@ NB_MODULE(_native, m) {
   bind_expert_server(m);
   bind_host(m);
   bind_matrix(m);
+  bind_mixers(m);
   bind_ops(m);
   bind_step(m);
   bind_layer(m);

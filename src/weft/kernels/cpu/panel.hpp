@@ -38,9 +38,9 @@ inline constexpr int64_t panel_columns = 64;
 // A gated panel holds this many columns of the gate and then as many of the values ("up").
 inline constexpr int64_t gated_columns = panel_columns / 2;
 
-// The last one is gpt-oss's: (value + 1) * gate * sigmoid(1.702 * gate), of a gate of at most 7 and a
-// value within [-7, 7].
-enum class Activation : int { silu = 0, gelu_tanh = 1, swiglu_oai = 2 };
+// swiglu_oai is gpt-oss's: (value + 1) * gate * sigmoid(1.702 * gate), of a gate of at most 7 and a
+// value within [-7, 7]. relu2 belongs to products without a gate: see `square_positive`.
+enum class Activation : int { silu = 0, gelu_tanh = 1, swiglu_oai = 2, relu2 = 3 };
 // What makes a factor of a gate.
 enum class Gating : int { sigmoid = 0, softplus = 1 };
 

@@ -13,11 +13,13 @@ from weft.kernels.arrays import (
     view,
 )
 from weft.kernels.cpu import _native
+from weft.kernels.parts import UNGATED
 
 ACTIVATIONS = {
     "silu": 0,
     "gelu_tanh": 1,
     "swiglu_oai": 2,
+    "relu2": 3,
 }  # the numbers of `Activation` in panel.hpp
 GATINGS = {"sigmoid": 0, "softplus": 1}  # those of `Gating`
 
@@ -117,13 +119,20 @@ def rope(x: Array, cos: Array, sin: Array) -> Array:
 def act_mul(gate_up: Array, activation: str) -> Array:
     """Return activation(gate) * up for ``gate_up`` [T, 2I], gate first -> [T, I].
 
+    Of ``UNGATED`` it is that of an MLP without a gate, [T, I]; see ``reference.act_mul``.
+
     Raises:
         ValueError: the shape does not fit, or there is no such activation.
     """
-    if gate_up.ndim != 2 or gate_up.shape[1] % 2 or activation not in ACTIVATIONS:
+    gated = activation not in UNGATED
+    if gate_up.ndim != 2 or (gated and gate_up.shape[1] % 2) or activation not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise ValueError(f"cannot apply '{activation}' to {list(gate_up.shape)}; known: {known}")
     gate_up = dense_rows(gate_up)
+    if not gated:
+        out = empty(gate_up, gate_up.shape)
+        _native.square_positive(view("x", gate_up), address(out))
+        return out
     out = empty(gate_up, (gate_up.shape[0], gate_up.shape[1] // 2))
     _native.act_mul(view("gate_up", gate_up), ACTIVATIONS[activation], address(out))
     return out
