@@ -236,7 +236,9 @@ def weights_before(down: str) -> str:
     return down.replace("expert_down", "expert_gate_up")
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "gemma4-moe-key-is-value", "glm4-moe"])
+@pytest.mark.parametrize(
+    "name", ["qwen3-moe", "gemma4-moe-key-is-value", "glm4-moe", "deepseek-v3"]
+)
 def test_steps_with_experts_on_the_host_read_only_what_both_see(
     name, launches, monkeypatch
 ) -> None:

@@ -285,6 +285,11 @@ def by_rule(heads: Heads, max_query_len: int | None, shared_bytes: int, major: i
     """
     group, dim, cache_dtype = heads.group, heads.dim, heads.cache_dtype
     table = _table(heads, shared_bytes, major)
+    if heads.value_dim is not None and heads.value not in table:
+        raise ValueError(
+            f"no attention kernel for latents of {heads.value_dim} numbers; up to {max(table)} are "
+            "served"
+        )
     if heads.value not in table or (group > 128 and heads.value_dim is None):
         raise ValueError(
             f"no attention kernel for heads of size {dim} with {group} query heads for each KV "
