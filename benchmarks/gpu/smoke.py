@@ -24,6 +24,7 @@ from weft.kernels.ops import select_ops
 from weft.kernels.reference_sampling import sample as reference_sample
 from weft.kernels.triton.attention import paged_attention
 from weft.kernels.triton.fp8 import round_rows
+from weft.kernels.triton.latent import heads
 from weft.kernels.triton.matrix import linear
 from weft.kernels.triton.moe import moe
 from weft.kernels.triton.sample import sample
@@ -116,6 +117,31 @@ def check_attention(device: torch.device, *, tiny: bool) -> None:
             apart(f"attention, {name} KV, {rows.queries} new tokens a row", found, wanted)
 
 
+def check_latents(device: torch.device, *, tiny: bool) -> None:
+    """Latent attention over one row of all heads, in two types, and a product by head."""
+    count, rotated, rank = (3, 8, 24) if tiny else (20, 64, 512)
+    cases = (Rows(3, 1, 40), Rows(1, 40, 40)) if tiny else (Rows(5, 1, 999), Rows(1, 300, 300))
+    how: dict[str, Any] = {"scale": (rotated + rank) ** -0.5, "window": None, "softcap": None}
+    for name, kv in {"bf16": torch.bfloat16, "int8": torch.int8}.items():
+        for rows in cases:
+            tokens = rows.count * rows.queries
+            q = torch.randn(tokens, count, rotated + rank, dtype=torch.bfloat16)
+            cache = random_cache(rows, 1, rotated + rank, kv)
+            plain = batch_of(rows, torch.device("cpu"))
+            wanted = reference.paged_attention(q, None, None, cache, cache, plain, **how)
+            moved = cache.view(torch.uint8).to(device).view(kv)
+            given = q.to(device), None, None, moved, moved, batch_of(rows, device)
+            tuning = find_tuning("auto", device)
+            found = paged_attention(*given, **how, value_dim=rank, tuning=tuning)
+            words = f"latent attention, {name} KV, {rows.queries} new tokens a row"
+            apart(words, found[..., rotated:], wanted[..., rotated:])
+    weights = torch.randn(count, 2 * rotated, rank, device=device, dtype=torch.bfloat16)
+    for tokens in (1, 40):
+        x = torch.randn(tokens, count, rank + rotated, device=device, dtype=torch.bfloat16)
+        x = x[..., rotated:]
+        apart(f"product by head, {tokens} rows", heads(x, weights), reference.heads(x, weights))
+
+
 def random_cache(rows: Rows, kv_heads: int, dim: int, kv: torch.dtype) -> torch.Tensor:
     """Keys or values of rows, in blocks one after another, on the host."""
     blocks = rows.count * -(-rows.context // BLOCK)
@@ -184,6 +210,7 @@ CHECKS: tuple[Callable[..., None], ...] = (
     check_attention,
     check_sampling,
     check_steps,
+    check_latents,  # which compiles for long
 )
 
 

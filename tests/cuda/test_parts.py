@@ -90,6 +90,8 @@ FOUND = {
         "e4m3/128 product, 33 rows: error",
         *(f"experts in {kind}, 40 rows: error" for kind in ("bf16", "int4", "e2m1")),
         *(f"attention, {kv} KV, 40 new tokens a row: error" for kv in ("bf16", "fp8", "int8")),
+        *(f"latent attention, {kv} KV, 1 new tokens a row: error" for kv in ("bf16", "int8")),
+        "product by head, 40 rows: error",
     ],
     "warm": ["tiny none, 4 rows of 4 tokens: first step"],
     "decode": ["tiny bf16, batch 2: decode"],
