@@ -20,7 +20,7 @@ def block_sizes(store: KVStore) -> list[int]:
 def _by_group(store: KVStore) -> list[list[Array]]:
     groups = [list(store.tensors(group)) for group in range(len(store.keys))]
     if store.states is not None:
-        groups.append([array for part in store.states.arrays() for array in part])
+        groups.append([array for arrays in store.states.arrays() for array in arrays])
     return groups
 
 

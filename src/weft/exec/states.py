@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from weft.core.errors import InvariantError
 from weft.core.plan import SubBatch
 from weft.exec.store import Memory, host_memory
-from weft.kernels.arrays import Array
+from weft.kernels.arrays import Array, dtype_name
 from weft.kernels.delta import LayerStates, StateBatch
 from weft.models.spec import ModelSpec
 
@@ -37,14 +37,19 @@ class StateStore:
         """Return slots of the same layers, which start as zeros."""
         other = StateStore.__new__(StateStore)
         other.layers = {
-            number: LayerStates(*(memory((slots, *part.shape[1:]), "float32") for part in layer))
+            number: LayerStates(
+                *(memory((slots, *part.shape[1:]), dtype_name(part.dtype)) for part in layer)
+            )
             for number, layer in self.layers.items()
         }
         return other
 
     def arrays(self) -> list[list[Array]]:
-        """The matrices of all layers, and their inputs; all have a slot as their first index."""
-        return [list(part) for part in zip(*self.layers.values(), strict=True)]
+        """The arrays of all layers, those of equal sizes together; their first index is a slot."""
+        found: dict[tuple[int, ...], list[Array]] = {}
+        for array in (array for layer in self.layers.values() for array in layer):
+            found.setdefault(tuple(array.shape), []).append(array)
+        return list(found.values())
 
 
 def state_batch(batch: SubBatch, wrap: Callable[[NDArray[np.int32]], Array]) -> StateBatch:

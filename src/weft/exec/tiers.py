@@ -90,7 +90,7 @@ class HostTier:
     def _copy(self, origin: Tier, copies: Seq[TierCopy]) -> None:
         """Copy blocks of one tier to the other one, those of each group in one call.
 
-        Slots of states are the blocks of one more group, of two calls.
+        Slots of states are the blocks of one more group, with a call for each size of their parts.
         """
         target = Tier.DEVICE if origin is Tier.HOST else Tier.HOST
         for group, sources in enumerate(self._arrays[origin]):
@@ -102,7 +102,7 @@ class HostTier:
 
 
 def _by_group(store: KVStore) -> list[list[BlockArrays]]:
-    """The arrays of each group; and of states, whose matrices and inputs differ in size."""
+    """The arrays of each group; and of states, whose parts differ in size."""
     groups = [[BlockArrays(store.tensors(group))] for group in range(len(store.keys))]
     if store.states is not None:
         groups.append([BlockArrays(part) for part in store.states.arrays()])
