@@ -276,6 +276,7 @@ def test_engines_that_cannot_keep_states_refuse(folders, name, settings):
     ("name", "change"),
     [
         ("qwen3.5", {"linear_key_head_dim": 24}),
+        ("kimi-linear", {"linear_head_dim": 24}),
         ("lfm2", {"hidden_size": 72}),
         ("nemotron-h", {"ssm_state_size": 24}),
     ],

@@ -76,6 +76,7 @@ class Family:
         architecture, model_type: what ``config.json`` calls it.
         read: reads its configs; leaves ``ModelSpec.family`` open.
         multimodal: kinds of its checkpoints that have further towers.
+        aliases: other architectures that ``config.json`` may call it.
         gguf: how files of llama.cpp store it; None where they are not read.
         unsound_kv: types of KV under which results do not stay what they are, and why.
     """
@@ -87,6 +88,7 @@ class Family:
     multimodal: tuple[Multimodal, ...] = ()
     gguf: GgufForm | None = None
     unsound_kv: Mapping[str, str] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -140,6 +140,38 @@ def kimi_linear(config: ConfigReader, limit: int | None) -> ModelSpec:
     return replace(spec, ropes=(no_rope(spec.ropes[0]),))
 
 
+def _check_ling(config: ConfigReader, sizes: Sizes) -> None:
+    """Refuse what published configs of Ling 3 could ask for beyond what its models have."""
+    supported = {
+        "gated_attention_proj_granularity_type": "head_wise",
+        "linear_attention": "kda",
+        "score_function": "sigmoid",
+        "no_kda_lora": True,
+        "use_kda_lora": False,
+        "moe_router_enable_expert_bias": True,
+        "rope_interleave": True,
+        "rotary_dim": config.positive("qk_rope_head_dim", 64),
+        "moe_shared_expert_intermediate_size": config.positive("moe_intermediate_size"),
+    }
+    off = ("use_qkv_bias", "use_bias", "use_mla_nope", "use_nGPT", "up_proj_norm", "value_norm")
+    supported |= dict.fromkeys((*off, "scale_router_input"), False)
+    for key, value in supported.items():
+        if (found := config.value(key, value)) != value:
+            config.refuse(key, found, f"supported: {value}")
+    for key in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
+        limits = config.value(key, [])
+        if not isinstance(limits, list) or any(limits):
+            config.refuse(key, limits, "MLPs with limits are not computed")
+    last = sizes.layers % config.positive("layer_group_size", 6)
+    if last and "layer_types" not in config:
+        why = f"the last {last} of {sizes.layers} layers are no whole group; state layer_types"
+        config.refuse("layer_group_size", config.value("layer_group_size"), why)
+    # What the models do not read: of training, of predictors, and of Ling 2's kinds of layers.
+    config.ignore("embedding_dropout", "output_dropout", "router_dtype", "seq_aux", "use_qk_norm")
+    config.ignore("mtp_loss_scaling_factor", "mtp_use_kda", "max_window_layers", "linear_silu")
+    config.ignore("group_norm_size", "num_kv_heads_for_linear_attn")
+
+
 def bailing_hybrid(config: ConfigReader, limit: int | None) -> ModelSpec:
     """Ling 3: five of six layers by KDA, whose decays have a floor, gated latent attention."""
     config.assume(
@@ -154,8 +186,8 @@ def bailing_hybrid(config: ConfigReader, limit: int | None) -> ModelSpec:
         num_nextn_predict_layers=config.value("num_mtp_layers", 1),
         max_position_embeddings=config.value("model_max_length", 262_144),
     )
-    config.ignore("mtp_loss_scaling_factor")
     sizes = read_sizes(config, limit)
+    _check_ling(config, sizes)
     config.assume(
         linear_head_dim=sizes.head_dim,
         linear_num_heads=sizes.heads,
@@ -176,10 +208,17 @@ def bailing_hybrid(config: ConfigReader, limit: int | None) -> ModelSpec:
     layout = CheckpointLayout(rotated_by_pairs=True, renamed=_LING_NAMES)
     layout = without_predictors(config, sizes, layout)
     gate = GateSpec(by_head=True)
-    return latent_like(config, sizes, layers, moe=moe, output_gate=gate, layout=layout)
+    more = {"moe": moe, "output_gate": gate, "layout": layout}
+    return latent_like(config, sizes, layers, {"partial": True}, **more)
 
 
 KIMI = (
     Family("kimi_linear", "KimiLinearForCausalLM", "kimi_linear", kimi_linear),
-    Family("bailing_hybrid", "BailingHybridForCausalLM", "bailing_hybrid", bailing_hybrid),
+    Family(
+        "bailing_hybrid",
+        "BailingHybridForCausalLM",
+        "bailing_hybrid",
+        bailing_hybrid,
+        aliases=("BailingMoeV3ForCausalLM",),
+    ),
 )

@@ -15,7 +15,8 @@ _VISION = "towers for images, sound or video, and no text part of this checkpoin
 _MISSING = {
     r"DeepseekVLV2ForCausalLM|LongcatFlash.*|SarvamMLA.*": f"its kind of {_LATENT}",
     r"DeepseekV32.*|GlmMoeDsa.*|Glm5Next.*|MiniMaxM3.*|MistralLarge4.*": _SPARSE,
-    r"DeepseekV4.*|KimiK3.*|HYV4.*": f"{_SPARSE}, and hyper-connections",
+    r"DeepseekV4.*|HYV4.*": f"{_SPARSE}, and hyper-connections",
+    r"KimiK3.*": "experts of a latent space, their activation (SiTU) and residuals of attention",
     r"Bailing.*": f"{_STATE}, and {_LATENT}",
     r"OlmoHybrid.*": _STATE,
     r"Nemotron_?H.*": _VISION,
