@@ -209,7 +209,11 @@ def bailing_hybrid(config: ConfigReader, limit: int | None) -> ModelSpec:
     layout = without_predictors(config, sizes, layout)
     gate = GateSpec(by_head=True)
     more = {"moe": moe, "output_gate": gate, "layout": layout}
-    return latent_like(config, sizes, layers, {"partial": True}, **more)
+    spec = latent_like(config, sizes, layers, {"partial": True}, **more)
+    assert spec.latent is not None
+    # Configs may name a part of heads that is rotated; what is rotated is a part of its own.
+    whole = replace(spec.ropes[0], rotary_dim=spec.latent.rotated_dim)
+    return replace(spec, ropes=(whole,))
 
 
 KIMI = (

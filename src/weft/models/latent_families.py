@@ -61,7 +61,7 @@ def latent_like(
         config.refuse("attention_bias", True, "supported with q_lora_rank")
     scale = latent.query_dim**-0.5 * _yarn_scale(config)
     pairs = config.flag("rope_interleave", True)
-    spec = llama_like(
+    return llama_like(
         config,
         sizes,
         [replace(layer, num_kv_heads=1, head_dim=latent.row_dim) for layer in layers],
@@ -72,8 +72,6 @@ def latent_like(
         output_bias=bias,
         **({"layout": CheckpointLayout(rotated_by_pairs=pairs)} | differences),
     )
-    whole = tuple(replace(rope, rotary_dim=latent.rotated_dim) for rope in spec.ropes)
-    return replace(spec, ropes=whole)
 
 
 def youtu(config: ConfigReader, limit: int | None) -> ModelSpec:
