@@ -20,10 +20,13 @@ from weft import LLM, SamplingParams
 from weft.core.errors import ConfigError, OutOfMemoryError
 from weft.core.plan import Tier
 from weft.core.types import FinishReason, Request
+from weft.cost.curves import Curve
+from weft.cost.fit import FEATURES, Fitted
 from weft.cost.host_steps import HostStage
 from weft.engine.build import build_engine
+from weft.engine.costs import profile_key, with_host
 from weft.engine.host_tier import check_attends_on_host
-from weft.engine.model import resolve_settings
+from weft.engine.model import find_model, resolve_settings
 from weft.engine.timer import Timer, room_of
 from weft.kernels.arrays import to_numpy
 from weft.kernels.ops import select_ops
@@ -218,6 +221,16 @@ def test_half_the_memory_of_the_host_is_slots(folders):
         resolve_settings(settings_for(folder, host_kv_memory=2**15))
     with pytest.raises(OutOfMemoryError, match=r"host_kv_memory is 1024\.00 TiB"):
         build_engine(settings_for(folder, host_kv_memory=2**50))
+
+
+def test_moves_that_nobody_has_measured_take_the_time_of_a_state_too(folders):
+    config = settings_for(folders["qwen3.5"], host_kv_memory=2**20)
+    model = find_model(config)
+    unmeasured = Fitted(
+        profile_key(config, model), 3, Curve((1, 64), (0.1, 0.2)), dict.fromkeys(FEATURES, 0.0)
+    )
+    costs = with_host(config, model, unmeasured)
+    assert costs.host.out.step_s == pytest.approx(2e-5 + model.facts.state_bytes / 5e9)
 
 
 @pytest.mark.parametrize("scheduler", ["load-aware", "slo-piggyback"])

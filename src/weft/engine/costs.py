@@ -95,7 +95,8 @@ def assumed_host(config: EngineConfig, model: Model, fitted: Fitted) -> HostCost
     """
     cpu = is_cpu(model.device)
     bytes_s = MEMORY_BYTES_S if cpu else LINK_BYTES_S
-    move = MoveCost(MOVE_S, _token_bytes(model) / bytes_s)
+    state_s = model.facts.state_bytes / bytes_s  # which goes along, however long the sequence is
+    move = MoveCost(MOVE_S + state_s, _token_bytes(model) / bytes_s)
     name = host_name(config)
     others = f"the profile has {' and '.join(fitted.hosts)}, not {name}; " if fitted.hosts else ""
     assumed = f"{others}copies of {bytes_s / 1e9:.0f} GB/s, until weft profile measures them"
