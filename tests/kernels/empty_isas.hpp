@@ -13,7 +13,8 @@ namespace weft {
   WEFT_WEAK QuantKernels quant_kernels_##isa{};  \
   WEFT_WEAK RateKernels rate_kernels_##isa{};    \
   WEFT_WEAK ScanKernels scan_kernels_##isa{};    \
-  WEFT_WEAK DeltaKernels delta_kernels_##isa {}
+  WEFT_WEAK DeltaKernels delta_kernels_##isa{};  \
+  WEFT_WEAK MixerKernels mixer_kernels_##isa {}
 WEFT_EMPTY(baseline);
 WEFT_EMPTY(avx2);
 WEFT_EMPTY(avxvnni);
