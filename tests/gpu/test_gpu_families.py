@@ -16,10 +16,10 @@ from weft.core.types import FinishReason, SamplingParams
 # Of float32 logits whose deviation is about 1: sums in another order, through up to 7 layers.
 TOLERANCE = 5e-4
 FAMILIES = ["llama-gqa", "gemma3", "qwen3-moe", "phi4-partial", "gemma4-shared-kv", "gpt-oss"]
-FAMILIES += ["deepseek-v3"]
+FAMILIES += ["deepseek-v3", "mistral4"]
 OTHERS = ["llama3-rope", "mistral-window", "qwen2-window", "qwen3-full", "gemma2", "gemma4"]
 OTHERS += ["granite-swa", "muse-glimmer", "youtu-one-query-matrix", "glm-flash", "deepseek-v2"]
-OTHERS += ["minicpm3", "mistral4", "ministral3"]
+OTHERS += ["minicpm3", "ministral3"]
 OTHERS += ["gemma4-moe-key-is-value", "exaone4", "glm4", "granite", "hunyuan", "olmo3"]
 GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, seed=0)
 LONGER = SamplingParams(temperature=0.5, seed=8, max_tokens=72, ignore_eos=True)

@@ -43,7 +43,8 @@ def _finish_row(
     x, row_scale, scale_of_x, bias, cos, sin, row_norm, rows, cache, cache_scales, slot_mapping,
     count, token, stride, stride_rows, stride_block, eps,
     N: tl.constexpr, QUERIES: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr,
-    BLOCK: tl.constexpr, CACHED: tl.constexpr, BLOCK_SIZE: tl.constexpr, SCALED: tl.constexpr,
+    ANGLES: tl.constexpr, BLOCK: tl.constexpr, CACHED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SCALED: tl.constexpr,
     SPLITS: tl.constexpr, FLAGS: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """Rotate and normalise the row of a token, and write it where it belongs."""
@@ -61,7 +62,7 @@ def _finish_row(
     squares = tl.sum(tl.where(early, 0.0, y * y), axis=1)
     factor = tl.load(row_norm + place - 2 * R, mask=inside & (place >= 2 * R), other=0.0)
     normal = y * tl.rsqrt(squares / RANK + eps)[:, None] * factor.to(tl.float32)
-    angle = token * R + tl.where(place < R, place, place - R)
+    angle = token * ANGLES + tl.where(place < R, place, place - R)
     c = tl.load(cos + angle, mask=early, other=1.0)
     s = tl.load(sin + angle, mask=early, other=0.0)
     y = tl.where(early, y * c + z * tl.where(place < R, -s, s), normal).to(TYPE)
@@ -104,7 +105,8 @@ def _latent_rows(
     cache_scales, slot_mapping, queries, query_scales,
     count, stride, stride_rows, stride_block, eps,
     N: tl.constexpr, QUERIES: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_Q: tl.constexpr, ROUND: tl.constexpr, STATIC: tl.constexpr,
+    ANGLES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_Q: tl.constexpr,
+    ROUND: tl.constexpr, STATIC: tl.constexpr,
     CACHED: tl.constexpr, BLOCK_SIZE: tl.constexpr, SCALED: tl.constexpr, SPLITS: tl.constexpr,
     FLAGS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -120,7 +122,7 @@ def _latent_rows(
         _finish_row(
             x, row_scale, scale_of_x, bias, cos, sin, row_norm, rows, cache, cache_scales,
             slot_mapping, count, token, stride, stride_rows, stride_block, eps,
-            N, QUERIES, RANK, R, BLOCK, CACHED, BLOCK_SIZE, SCALED, SPLITS, FLAGS, TYPE,
+            N, QUERIES, RANK, R, ANGLES, BLOCK, CACHED, BLOCK_SIZE, SCALED, SPLITS, FLAGS, TYPE,
         )  # fmt: skip
     elif queries is not None:
         _finish_queries(
@@ -134,14 +136,16 @@ def _heads(
     x, row_scale, scale_of_x, bias, weights, cos, sin, out,
     count, stride_token, stride_out_token, stride_out_head,
     N: tl.constexpr, HEAD: tl.constexpr, K: tl.constexpr, OUT: tl.constexpr, R: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ANGLES: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr, FLAGS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply heads of x with matrices [OUT, K] of their own; tiles are those of ``gemm``.
 
     Head h has the columns from h * HEAD on. With R, the 2 R numbers behind the first K of a head
-    are rotated and stored in front of its product.
+    are rotated and stored in front of its product. Where there are 2 R ANGLES, the latter half is
+    that of queries, which are scaled by position, and so is the product.
 
     Grid: (blocks of tokens * blocks of outputs, heads).
     """
@@ -168,6 +172,13 @@ def _heads(
             head * HEAD + k[:, None] + m[None, :] * 0, inside, stride_token, N, SPLITS, FLAGS, TYPE,
         )  # fmt: skip
         acc = tl.dot(w.to(OPERAND), rows.to(OPERAND), acc, input_precision=PRECISION)
+    if ANGLES > R:
+        at = token * ANGLES
+        c = tl.load(cos + at, mask=m_in, other=1.0)
+        s = tl.load(sin + at, mask=m_in, other=0.0)
+        own = tl.load(cos + at + R, mask=m_in, other=1.0) * c
+        own += tl.load(sin + at + R, mask=m_in, other=0.0) * s
+        acc *= (own / (c * c + s * s))[None, :]
     inside = n_in[:, None] & m_in[None, :]
     tl.store(to[None, :] + 2 * R + n[:, None], acc.to(TYPE), mask=inside)
     if R:  # by the first block of outputs
@@ -183,7 +194,7 @@ def _heads(
             x, row_scale, scale_of_x, bias, count, at, first + partner, early, stride_token,
             N, SPLITS, FLAGS, TYPE,
         )  # fmt: skip
-        angle = at * R + tl.where(place < R, place, place - R)
+        angle = at * ANGLES + (ANGLES - R) + tl.where(place < R, place, place - R)
         c = tl.load(cos + angle, mask=early, other=1.0)
         s = tl.load(sin + angle, mask=early, other=0.0)
         y = y * c + z * tl.where(place < R, -s, s)
@@ -207,7 +218,7 @@ def heads(x: Tensor, weights: Tensor) -> Tensor:
         )
     x = last_contiguous(x)
     out = torch.empty((tokens, count, weights.shape[1]), dtype=x.dtype, device=x.device)
-    _multiply(x, x.stride(0), x.stride(1), weights, None, out)
+    _multiply(x, x.stride(0), x.stride(1), weights, None, 0, out)
     return out
 
 
@@ -217,6 +228,7 @@ def _multiply(
     head: int,
     weights: Tensor,
     angles: tuple[Tensor, Tensor] | None,
+    half: int,
     out: Tensor,
 ) -> None:
     """Launch ``_heads``.
@@ -224,6 +236,7 @@ def _multiply(
     Args:
         stride, head: numbers between tokens, unless x lies in parts, and between heads.
         angles: of what is rotated and put before products.
+        half: of what is rotated, the half.
         out: [T, H, O'], of heads one after the other.
     """
     tokens, (count, outputs, inputs) = len(out), weights.shape
@@ -231,7 +244,7 @@ def _multiply(
         return
     numbers, factors, constants = as_read(x)
     cos, sin = (None, None) if angles is None else angles
-    half = 0 if cos is None else cos.shape[1]
+    width = 0 if cos is None else cos.shape[1]
     wide, parted = x.dtype == torch.float32, constants["SPLITS"] > 1
     block_m = 16 if tokens <= 16 else 32 if wide or parted else 64
     block_n = min(max(16, power_of_2(outputs)), 32 if wide else 64)
@@ -241,7 +254,7 @@ def _multiply(
     _heads[grid](
         numbers, *factors, weights, cos, sin, out, tokens, stride, out.stride(0), out.stride(1),
         N=x.shape[-1], HEAD=head, K=inputs, OUT=outputs,
-        R=half, BLOCK_R=power_of_2(max(1, 2 * half)),
+        R=half, ANGLES=width, BLOCK_R=power_of_2(max(1, 2 * half)),
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, OPERAND=operand,
         PRECISION="ieee" if wide else "tf32", **constants,
         num_warps=4, num_stages=1 if parted else 3, **pdl.options(out.device),
@@ -277,14 +290,14 @@ class LatentHeads:
 
         Args:
             joint: [T, Q + rank + rotated], or its parts.
-            cos, sin: [T, rotated / 2] float32.
+            cos, sin: [T, rotated / 2] float32, or twice as many with those of queries behind.
             places: None to return the rows as well, twice, as keys and values: [T, H + 2, R].
 
         Raises:
             ValueError: shapes do not fit.
         """
-        tokens, half = joint.shape[0], cos.shape[1]
-        if cos.shape != (tokens, half) or sin.shape != cos.shape or 2 * half != self.rotated:
+        tokens, half = joint.shape[0], self.rotated // 2
+        if sin.shape != cos.shape or tuple(cos.shape) not in ((tokens, half), (tokens, 2 * half)):
             raise ValueError(f"angles {list(cos.shape)} do not fit {list(joint.shape)}")
         more = 2 if places is None else 0
         width = self.rotated + self.value_dim
@@ -300,7 +313,7 @@ class LatentHeads:
             q = product(latent, up, None)
         stride = q.stride(0) if isinstance(q, Tensor) else 0
         head = self._plain + self.rotated
-        _multiply(q, stride, head, self._parts.key_up, angles, out[:, : self._heads])
+        _multiply(q, stride, head, self._parts.key_up, angles, half, out[:, : self._heads])
         return out
 
     def _finish_rows(
@@ -331,7 +344,7 @@ class LatentHeads:
             tokens, numbers.stride(-2), rows.stride(0), 0 if cache is None else cache.stride(0),
             parts.norm_eps,
             N=total, QUERIES=queries, RANK=self.value_dim, R=self.rotated // 2,
-            BLOCK=block, BLOCK_Q=block_q, ROUND=scales is not None,
+            ANGLES=angles[0].shape[1], BLOCK=block, BLOCK_Q=block_q, ROUND=scales is not None,
             STATIC=isinstance(inputs, Tensor), CACHED=places is not None,
             BLOCK_SIZE=1 if places is None else places.block_size,
             SCALED=cache is not None and is_scaled(cache), **constants,
