@@ -28,7 +28,9 @@ from weft.engine.costs import profile_key, with_host
 from weft.engine.host_tier import check_attends_on_host
 from weft.engine.model import find_model, resolve_settings
 from weft.engine.timer import Timer, room_of
+from weft.exec.states import StateStore
 from weft.kernels.arrays import to_numpy
+from weft.kernels.delta import LayerStates
 from weft.kernels.ops import select_ops
 from weft.models.spec_reader import read_spec
 
@@ -205,6 +207,20 @@ def test_drafts_moves_and_preemption_change_no_token(
     assert all(move.state is not None for move in moves)
     caches = (engine.scheduler.memory.kv.device, engine.scheduler.memory.kv.host) if host else ()
     assert all(pool.held == 0 for cache in caches for pool in cache.all_pools)
+
+
+def test_states_of_layers_of_different_sizes_are_copied_by_size(folders):
+    store = StateStore(read_spec(folders["qwen3.5"]), 3)
+    layers = dict(store.layers)
+    number = max(layers)
+    layers[number] = LayerStates(np.zeros((3, 0), np.float32), np.zeros((3, 2, 5), np.float32))
+    store.layers = layers
+    sizes = [{array.shape for array in arrays} for arrays in store.arrays()]
+    assert all(len(shapes) == 1 for shapes in sizes)
+    assert sum(map(len, store.arrays())) == 2 * len(layers) - 1
+    other = store.like(7)
+    assert [a[0].shape[1:] for a in other.arrays()] == [a[0].shape[1:] for a in store.arrays()]
+    assert all(len(array) == 7 for arrays in other.arrays() for array in arrays)
 
 
 def test_half_the_memory_of_the_host_is_slots(folders):

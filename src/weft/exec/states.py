@@ -48,7 +48,8 @@ class StateStore:
         """The arrays of all layers, those of equal sizes together; their first index is a slot."""
         found: dict[tuple[int, ...], list[Array]] = {}
         for array in (array for layer in self.layers.values() for array in layer):
-            found.setdefault(tuple(array.shape), []).append(array)
+            if 0 not in array.shape:  # a kind of layer may have no use for one of them
+                found.setdefault(tuple(array.shape), []).append(array)
         return list(found.values())
 
 
