@@ -48,7 +48,7 @@ def test_rope(isa, dtype, tokens, heads, size, half, seed) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oai"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oai", "relu2"])
 def test_act_mul(isa, dtype, activation) -> None:
     attention.use_isa(isa)
     for tokens, size in ((1, 1), (3, 31), (2, 32), (40, 1025), (0, 7)):
