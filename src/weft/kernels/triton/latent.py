@@ -144,7 +144,7 @@ def _heads(
     """Multiply heads of x with matrices [OUT, K] of their own; tiles are those of ``gemm``.
 
     Head h has the columns from h * HEAD on. With R, the 2 R numbers behind the first K of a head
-    are rotated and stored in front of its product. Where there are 2 R ANGLES, the latter half is
+    are rotated and lie in front of its product. Where there are 2 R ANGLES, the latter half is
     that of queries, which are scaled by position, and so is the product.
 
     Grid: (blocks of tokens * blocks of outputs, heads).
