@@ -232,3 +232,13 @@ def test_info_tells_of_recurrent_layers_and_of_the_cache(tmp_path):
     assert "18.75 KiB a slot in float32" in lines  # 3 * 4 * (4 * 16 * 16 + 3 * 192)
     assert "160 B a token in float32" in lines  # one row of 40 numbers in one layer
     assert "6 experts of 24 in 3 layers, 2 a token by sigmoid" in lines
+
+
+@pytest.mark.parametrize("name", ["kimi-linear", "bailing-hybrid"])
+def test_how_fast_states_decay_stays_in_float32(name, tmp_path):
+    decoder = load_model(
+        save(build(name), tmp_path), "bfloat16", None, select_ops("cpu", "bfloat16")
+    )
+    first = decoder.layers[0]
+    assert {str(part.dtype) for part in (first.forget_rate, first.forget_bias)} == {"float32"}
+    assert str(first.qkv.dtype) == str(decoder.dtype) == "bfloat16"
