@@ -18,7 +18,8 @@ PAIRS = [
     (family, kv)
     for family, row in FAMILIES.items()
     for kv in ("auto", "fp8", "int8")
-    if kv not in row.unsound_kv and FAMILY_CASES[family] in ATTENTIVE
+    if kv not in row.unsound_kv
+    and (FAMILY_CASES[family] in ATTENTIVE or FAMILY_CASES[family].startswith("qwen3"))
 ]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from checkpoints import ATTENTIVE, CASES
+from checkpoints import ATTENTIVE, CASES, RECURRENT
 from served import DEVICE
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
@@ -31,6 +31,7 @@ from weft.exec.functions import StepFunctions
 from weft.exec.grammar import GrammarRows
 from weft.exec.halves_pass import HalvesSetup
 from weft.exec.input_batch import MOST_EDITS, InputBatch
+from weft.exec.states import StateStore
 from weft.exec.step_layout import LaneSizes, PairSizes, sample_layout
 from weft.exec.step_packer import StepPacker
 from weft.exec.store import KVStore
@@ -144,6 +145,8 @@ def functions_of(
     groups = decoder.spec.kv_groups
     kind, memory = dtype_name(kv_dtype), tensor_memory(str(GPU))
     store = KVStore(groups, [9] * len(groups), BLOCK_SIZE, kind, memory)
+    if decoder.spec.states is not None:
+        store.states = StateStore(decoder.spec, 9, memory)
     table = InputBatch(ROWS, LENGTH, [LENGTH // BLOCK_SIZE] * len(groups))
     host = SimpleNamespace(
         where=GPU,
@@ -157,7 +160,17 @@ def functions_of(
     windows = [group.window for group in groups]
     sizes = LaneSizes(decoder.spec.num_layers, lanes, ROWS) if lanes else None
     pairs = None if halves is None else PairSizes.halves(halves.sizes)
-    packer = StepPacker(table, BLOCK_SIZE, windows, host, tokens, (1, 16, 128), sizes, pairs)
+    packer = StepPacker(
+        table,
+        BLOCK_SIZE,
+        windows,
+        host,
+        tokens,
+        (1, 16, 128),
+        sizes,
+        pairs,
+        states=store.states is not None,
+    )
     state = RowState.empty(ROWS, MOST_EDITS, decoder.spec.vocab_size, GPU)
     return StepFunctions(decoder, store, packer, host, state, halves)
 
@@ -177,7 +190,12 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind)))
+RECURRENT_KINDS = [(name, torch.bfloat16, "none", None) for name in RECURRENT]
+
+
+@pytest.mark.parametrize(
+    "kind", [*KINDS, *RECURRENT_KINDS], ids=lambda kind: "-".join(map(str, kind))
+)
 def test_steps_need_nothing_of_the_host(kind, launches) -> None:
     name, dtype, quantize, kv = kind
     decoder = decoder_of(name, dtype, quantize)
@@ -194,7 +212,9 @@ def test_steps_need_nothing_of_the_host(kind, launches) -> None:
     assert {"list_kernel", "decode_kernel", "prefill_kernel", "_sample", "gemm"} <= set(launches)
     passes = sum(2 if layout.size <= ROWS else 1 for layout in layouts)
     assert launches.count("list_kernel") == passes * len(decoder.spec.kv_groups)
-    assert launches.count("decode_kernel") == passes * decoder.spec.num_layers
+    recurrent = 0 if decoder.spec.states is None else len(decoder.spec.states.layers)
+    assert launches.count("_delta_rule") == passes * recurrent
+    assert launches.count("decode_kernel") == passes * (decoder.spec.num_layers - recurrent)
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k[0] in ("llama-gqa", "gemma3")], ids=str)

@@ -20,6 +20,7 @@ from weft.exec.halves_pass import HalvesSetup
 from weft.exec.input_batch import InputBatch
 from weft.exec.setup import Steps
 from weft.kernels.arrays import to_torch
+from weft.kernels.delta import BindDelta, DeltaLayer, DeltaParts, LayerStates, StateBatch
 from weft.kernels.interface import AttentionMetadata, OpTable
 from weft.kernels.reference import known_ids
 from weft.models.decoder import Decoder
@@ -93,6 +94,33 @@ def without_padding(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return attend
 
 
+def without_padded_states(bind: BindDelta) -> BindDelta:
+    """Layers by the gated delta rule that take neither padding nor marks by token."""
+
+    def bind_exact(parts: DeltaParts) -> DeltaLayer:
+        layer = bind(parts)
+
+        def mix(x: Tensor, gates: Tensor, states: LayerStates, batch: StateBatch) -> Tensor:
+            if batch.marks.dim() == 2:
+                return layer(x, gates, states, batch)
+            bounds = batch.bounds
+            tokens, rows = int(bounds[-1]), int((bounds.diff() > 0).sum())
+            assert (batch.reads[rows:] == -1).all()
+            assert (batch.marks[tokens:] == -1).all()
+            out = torch.zeros(len(x), parts.shape.value_heads, parts.shape.value_dim, dtype=x.dtype)
+            if tokens:
+                (at,) = torch.nonzero(batch.marks >= 0, as_tuple=True)
+                marks = torch.stack((at.int(), batch.marks[at]), 1)
+                slots = (part[:rows].contiguous() for part in (batch.reads, batch.writes))
+                exact = StateBatch(bounds[: rows + 1].contiguous(), *slots, marks)
+                out[:tokens] = layer(x[:tokens], gates[:tokens], states, exact)
+            return out
+
+        return mix
+
+    return bind_exact
+
+
 def dropped_blocks_are_gone(batch: AttentionMetadata, window: int) -> bool:
     """Whether tables have -1 exactly for the blocks that no query of their row can see."""
     counts = batch.query_start.diff().tolist()
@@ -158,7 +186,10 @@ def load_on_tensors(*given: Any, ops: OpTable, **more: Any) -> Decoder:
         return to_torch(packed) if isinstance(packed, np.ndarray) else packed
 
     more["kept"] = None  # mapped weights are not packed, and so no tensors
-    return load_model(*given, ops=replace(ops, pack=pack), **more)
+    delta = ops.delta
+    if delta is not None and ops.describe()["paged_attention"] != "triton":
+        delta = without_padded_states(delta)
+    return load_model(*given, ops=replace(ops, pack=pack, delta=delta), **more)
 
 
 def around_forward(

@@ -261,6 +261,7 @@ def test_memory_for_less_than_the_fewest_slots_is_refused(folders):
         {"tensor_parallel": 2},
         {"pipeline_parallel": 2},
         {"resident": "on"},
+        {"overlap": "on", "device": "cuda"},
     ],
 )
 @pytest.mark.parametrize("name", KINDS)
@@ -268,7 +269,7 @@ def test_engines_that_cannot_keep_states_refuse(folders, name, settings):
     config = settings_for(folders[name], **settings)
     spec = read_spec(folders[name])
     with pytest.raises(ConfigError, match="recurrent") as caught:
-        check_recurrent(config, spec, select_ops("cpu", "float32"), "cpu")
+        check_recurrent(config, spec, select_ops("cpu", "float32"))
     assert caught.value.param in settings
 
 
@@ -281,16 +282,14 @@ def test_engines_that_cannot_keep_states_refuse(folders, name, settings):
         ("nemotron-h", {"ssm_state_size": 24}),
     ],
 )
-def test_a_gpu_and_odd_sizes_are_refused(folders, tmp_path, name, change):
-    config, spec = settings_for(folders[name]), read_spec(folders[name])
-    with pytest.raises(KernelError, match="set device to cpu"):
-        check_recurrent(config, spec, select_ops("cpu", "float32"), "cuda:0")
+def test_odd_sizes_are_refused(folders, tmp_path, name, change):
+    config = settings_for(folders[name])
     odd = build(name)
     for key, value in change.items():
         setattr(odd.config, key, value)
     odd.config.save_pretrained(tmp_path)
     with pytest.raises(KernelError, match="set kernels to reference"):
-        check_recurrent(config, read_spec(tmp_path), select_ops("cpu", "float32"), "cpu")
+        check_recurrent(config, read_spec(tmp_path), select_ops("cpu", "float32"))
 
 
 @pytest.mark.parametrize("name", CASES)

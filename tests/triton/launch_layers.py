@@ -6,6 +6,7 @@ import torch
 
 from weft.kernels.advance import LeaseBounds, StepBuffer
 from weft.kernels.block_arrays import BlockArrays, block_pairs
+from weft.kernels.delta import DeltaParts, DeltaShape, LayerStates, StateBatch
 from weft.kernels.hosted import HostWord
 from weft.kernels.kv_storage import KV_DTYPES, row_size
 from weft.kernels.lanes import MOST_LOOKS, LaneOutbox, LaneState, TicketRule
@@ -16,6 +17,7 @@ from weft.kernels.triton import (
     activation,
     advance,
     blocks,
+    delta,
     embedding,
     hosted,
     lanes,
@@ -47,6 +49,7 @@ def launch(capability: int) -> None:
     launch_gates(torch.bfloat16)
     launch_heads(torch.bfloat16)
     launch_latent(torch.bfloat16)
+    launch_delta(torch.bfloat16)
     launch_choice()
     launch_copies()
     launch_lanes(torch.bfloat16)
@@ -88,6 +91,19 @@ def launch_gates(dtype: torch.dtype) -> None:
     x = torch.empty(TOKENS, HEADS, DIM, dtype=dtype)
     for kind, gates in (("sigmoid", x.flatten(1)), ("softplus", x[:, :, 0])):
         activation.gate(x, gates, kind)
+
+
+def launch_delta(dtype: torch.dtype) -> None:
+    """A recurrent layer of Qwen3.6-35B-A3B, with two slots."""
+    shape = DeltaShape(16, 32, 128, 128, 4)
+    heads = torch.empty(shape.value_heads)
+    conv, weight = torch.empty(shape.channels, shape.taps), torch.empty(shape.value_dim)
+    layer = delta.TritonDelta(DeltaParts(shape, conv, heads, heads, weight, 1e-6))
+    states = LayerStates(*(torch.empty(2, *size) for size in (shape.matrix, shape.kept_inputs)))
+    words = torch.zeros(TOKENS + 1, dtype=torch.int32)
+    batch = StateBatch(words, words[:-1], words[:-1], words[:-1])
+    x = torch.empty(TOKENS, shape.channels + shape.values, dtype=dtype)
+    layer(x, torch.empty(TOKENS, 2 * shape.value_heads, dtype=dtype), states, batch)
 
 
 def split(outputs: int, dtype: torch.dtype, tokens: int = TOKENS) -> SplitProduct:

@@ -12,6 +12,7 @@ from weft.core.resolved import ResolvedConfig
 from weft.engine.devices import make_executor
 from weft.engine.model import ABSENT, find_model, resolve_settings
 from weft.exec.input_batch import InputBatch
+from weft.exec.states import StateStore
 from weft.exec.store import KVStore
 from weft.kernels.arrays import Array
 from weft.kernels.gpus import Gpu
@@ -100,6 +101,9 @@ def capture_absent(
     store = KVStore(
         groups, resolved.group_blocks, resolved.block_size, kv_dtype, tensor_memory(ABSENT)
     )
+    if model.rank_spec.states is not None:
+        memory = tensor_memory(ABSENT)
+        store.states = StateStore(model.rank_spec, resolved.state_slots, memory)
     blocks = -(-resolved.max_model_len // resolved.block_size)
     table = InputBatch(resolved.max_num_seqs, resolved.max_model_len, [blocks] * len(groups))
     executor = make_executor(config, resolved, decoder, store, table)

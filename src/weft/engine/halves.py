@@ -67,6 +67,8 @@ def choose_halves(config: EngineConfig, model: Model) -> HalvesChoice:
                 param="overlap",
             )
         return HalvesChoice("steps run whole: each layer waits for experts on the host")
+    if model.spec.states is not None:
+        return HalvesChoice("steps run whole: states of recurrent layers have no halves yet")
     most = config.max_num_batched_tokens
     captured = captured_sizes(most, sizes_for(config.max_num_seqs)) if config.graphs else ()
     sizes = tuple(size for size in half_sizes(captured) if size <= most)

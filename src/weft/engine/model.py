@@ -139,7 +139,7 @@ def find_model(
     check_storage(config, spec, ops)
     check_launches(config, spec, dtype, ops, source)
     check_heads(config, shard_spec(spec, ranks), dtype, ops, device)
-    check_recurrent(config, spec, ops, device)
+    check_recurrent(config, spec, ops)
     check_attends_on_host(config, spec, ops)
     free = (
         _free_memory(device, config.processes, returning_bytes)
@@ -346,8 +346,7 @@ def describe_kernels(config: EngineConfig, model: Model) -> dict[str, dict[str, 
         if ops.tuning is not None:
             found[op]["tuning"] = ops.tuning.source if op in TUNED else "fixed"
     if model.spec.states is not None:
-        kernel = "cpu" if ops.names["paged_attention"] == "cpu" else "reference"
-        found["delta"] = {"kernel": kernel, "dtype": "float32"}
+        found["delta"] = {"kernel": ops.names["gate"], "dtype": "float32"}
     if model.host is not None:
         found["host_moe"] = {"kernel": model.host.ops.names["moe"], "dtype": model.dtype}
     layers = describe_layers(model.rank_spec, ops, ranks)

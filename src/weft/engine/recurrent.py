@@ -7,12 +7,12 @@ from typing import Any
 
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, KernelError
-from weft.engine.devices import is_cpu
+from weft.kernels.delta import DeltaShape
 from weft.kernels.interface import OpTable
 from weft.models.spec import ModelSpec, StateSpec
 
 
-def check_recurrent(config: EngineConfig, spec: ModelSpec, ops: OpTable, device: str) -> None:
+def check_recurrent(config: EngineConfig, spec: ModelSpec, ops: OpTable) -> None:
     """Check that an engine can keep the states of a model, if it has any.
 
     Raises:
@@ -21,15 +21,23 @@ def check_recurrent(config: EngineConfig, spec: ModelSpec, ops: OpTable, device:
     """
     if spec.states is None:
         return
-    kinds = {layer.state.kind for layer in spec.layers if layer.state is not None}
-    if not is_cpu(device) or any(getattr(ops, kind) is None for kind in kinds):
-        raise KernelError(
-            "This model has recurrent layers, for which there are no kernels for GPUs yet; set "
-            "device to cpu."
-        )
+    on_gpu = ops.names["paged_attention"] == "triton"
+    for layer in spec.layers:
+        if layer.state is not None and not _computes(ops, layer.state):
+            raise KernelError(
+                "This model has recurrent layers of a kind for which there are no kernels for GPUs "
+                "yet; set device to cpu."
+            )
     wanted = {
         "tensor_parallel": (config.tensor_parallel > 1, "cut over ranks", "1"),
         "pipeline_parallel": (config.pipeline_parallel > 1, "split into stages", "1"),
+        "host_kv_memory": (
+            on_gpu and config.host_kv_memory is not None,
+            "moved from a GPU to the host",
+            None,
+        ),
+        "kv_disk": (on_gpu and config.kv_disk is not None, "moved from a GPU to the disk", None),
+        "overlap": (config.overlap == "on", "computed in two halves of a step", "auto"),
         "resident": (config.resident == "on", "advanced by the resident loop", "auto"),
     }
     for name, (is_set, what, value) in wanted.items():
@@ -46,6 +54,13 @@ def check_recurrent(config: EngineConfig, spec: ModelSpec, ops: OpTable, device:
                     f"No CPU kernel computes recurrent layers with {why}; set kernels to reference "
                     "(slow)."
                 )
+
+
+def _computes(ops: OpTable, state: StateSpec) -> bool:
+    """Whether there is an op for a recurrent layer."""
+    known = getattr(ops, state.kind) is not None
+    by_channel = isinstance(state.shape, DeltaShape) and state.shape.by_channel
+    return known and not (by_channel and ops.names["paged_attention"] == "triton")
 
 
 def _refusal(state: StateSpec) -> str:

@@ -15,7 +15,7 @@ from weft.models.decoder import Attend, Decoder
 
 Forward: TypeAlias = Callable[[Array, Array, Seq[AttentionMetadata]], Array]
 RecurrentForward: TypeAlias = Callable[[Array, Array, Seq[AttentionMetadata], StateBatch], Array]
-PaddedForward: TypeAlias = Callable[[Array, Array, Seq[AttentionMetadata], Array, Array], None]
+PaddedForward: TypeAlias = Callable[..., None]
 Lanes: TypeAlias = Callable[[Array, Array, Seq[AttentionMetadata]], PaddedLane]
 
 
@@ -67,7 +67,8 @@ def bind_padded(decoder: Decoder, store: KVStore) -> PaddedForward:
     """Return the forward pass of steps that can be captured, which writes the hidden states.
 
     It takes ids [T], positions [T], the metadata of each KV group, tokens in flight [R], for number
-    i of which the id -1 - i stands, and where [T, C] the normalised hidden states are written.
+    i of which the id -1 - i stands, and where [T, C] the normalised hidden states are written; of a
+    model with recurrent layers also the states that the rows read and write.
     """
     from weft.kernels.reference import known_ids
 
@@ -76,9 +77,14 @@ def bind_padded(decoder: Decoder, store: KVStore) -> PaddedForward:
         return cast("PaddedStack", stack).run_into  # ``Fused.padded`` says that it has it
 
     def forward(
-        ids: Array, positions: Array, groups: Seq[AttentionMetadata], in_flight: Array, out: Array
+        ids: Array,
+        positions: Array,
+        groups: Seq[AttentionMetadata],
+        in_flight: Array,
+        out: Array,
+        states: StateBatch | None = None,
     ) -> None:
-        attend = attend_over(decoder, store, groups)
+        attend = attend_over(decoder, store, groups, states)
         out.copy_(decoder.forward(known_ids(ids, in_flight), positions, attend))
 
     return forward

@@ -20,6 +20,7 @@ from weft.exec.step_layout import LaneSizes, Layout
 from weft.exec.step_packer import StepPacker
 from weft.exec.store import KVStore
 from weft.kernels.advance import LeaseBounds, StepBuffer
+from weft.kernels.delta import StateBatch
 from weft.kernels.interface import AttentionMetadata
 from weft.kernels.reference import known_ids
 from weft.kernels.sampling import RowState, SampleBatch
@@ -60,6 +61,7 @@ class StepFunctions:
         """
         self._decoder = decoder
         self._compute = bind_padded(decoder, store)
+        self._recurs = store.states is not None
         self._block_size = store.block_size
         self._packer = packer
         self._state = state
@@ -112,7 +114,11 @@ class StepFunctions:
         self.results[0].copy_(self._packer.layout.hashes(self.uploaded))
         if not carries:
             hidden = self.hidden[: layout.size]
-            self._compute(ids, positions, groups, self._state.last_token, hidden)
+            states: tuple[StateBatch, ...] = ()
+            if self._recurs:
+                slots = (parts[name] for name in ("query_start", "reads", "writes", "marks"))
+                states = (StateBatch(*slots),)
+            self._compute(ids, positions, groups, self._state.last_token, hidden, *states)
             return
         told = self._told()
         hidden = self._lane_pass.run(told, self._known(ids), positions, groups)

@@ -107,8 +107,9 @@ class GraphExecutor:
         if steps.halves is not None:
             pairs = PairSizes.halves(steps.halves.sizes)
         self._packer = StepPacker(
-            table, store.block_size, windows, device, max_tokens, sizes, lanes, pairs, steps.buffers
-        )
+            table, store.block_size, windows, device, max_tokens, sizes, lanes, pairs,
+            steps.buffers, states=store.states is not None,
+        )  # fmt: skip
         self._rows = DeviceRows(table, vocabulary, device)
         self._masks = MaskedRows(table, self._rows.state.masks, device)
         self._functions = StepFunctions(
@@ -122,13 +123,14 @@ class GraphExecutor:
         self._launched: deque[LaunchedBatch] = deque()
         self._steps = CapturedSteps(self._functions, self._packer, device)
         device.synchronize()  # weights and KV were not ordered as its work
+        leases = steps.leases and store.states is None  # which a lease would have to alternate
         if steps.capture:
             self._steps.prepare(
-                captured_sizes(max_tokens, sizes), self._most_samples, leases=steps.leases
+                captured_sizes(max_tokens, sizes), self._most_samples, leases=leases
             )
             self._functions.check_host()
         self._leases: ReplayedSteps | None = None
-        if steps.leases:
+        if leases:
             self._leases = ReplayedSteps(table, self._functions, self._steps, device)
         self._lanes: LaneRows | None = None
         if tier is not None and tier.attention is not None and self._functions.lanes is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,6 +66,27 @@ def state_batch(batch: SubBatch, wrap: Callable[[NDArray[np.int32]], Array]) -> 
     Raises:
         InvariantError: the plan says nothing of states.
     """
+    return StateBatch(*(wrap(part) for part in _numbers(batch)))
+
+
+def write_states(arrays: Mapping[str, NDArray[Any]], batch: SubBatch) -> None:
+    """Write what the rows of a sub-batch read and write; see ``step_layout.forward_layout``.
+
+    Rows of padding have no tokens, so that they write nothing.
+
+    Raises:
+        InvariantError: the plan says nothing of states.
+    """
+    _, reads, writes, marks = _numbers(batch)
+    for name, slots in (("reads", reads), ("writes", writes)):
+        arrays[name][: len(slots)] = slots
+        arrays[name][len(slots) :] = -1
+    arrays["marks"][:] = -1
+    arrays["marks"][marks[:, 0]] = marks[:, 1]
+
+
+def _numbers(batch: SubBatch) -> tuple[NDArray[np.int32], ...]:
+    """Bounds, reads, writes and marks of the rows, as ``StateBatch`` has them."""
     if len(batch.states) != len(batch.rows):
         raise InvariantError("a model with recurrent layers needs a state for each row")
     guesses = (len(batch.drafts.get(row, ())) for row in batch.rows)
@@ -76,9 +98,9 @@ def state_batch(batch: SubBatch, wrap: Callable[[NDArray[np.int32]], Array]) -> 
         for place, slot in state.marks
         if place - start <= counts[row]
     ]
-    return StateBatch(
-        wrap(bounds),
-        wrap(np.array([state.read for state in batch.states], np.int32)),
-        wrap(np.array([state.write for state in batch.states], np.int32)),
-        wrap(np.array(marks, np.int32).reshape(-1, 2)),
+    return (
+        bounds,
+        np.array([state.read for state in batch.states], np.int32),
+        np.array([state.write for state in batch.states], np.int32),
+        np.array(marks, np.int32).reshape(-1, 2),
     )

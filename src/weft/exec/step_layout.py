@@ -172,13 +172,23 @@ class Layout:
 
 
 @lru_cache(maxsize=512)
-def forward_layout(tokens: int, rows: int, groups: int) -> Layout:
+def forward_layout(tokens: int, rows: int, groups: int, states: bool = False) -> Layout:
     """Return what the forward pass over T tokens of R rows reads, but for the block tables.
 
     ids: [T], a token or, for the token in flight of row r, -1 - r; positions: [T]; slot_mapping:
     [G, T or more], -1 for padding; query_start: [R + 1]; seq_lens: [R], 0 for padding; table_start:
     [G, R or more]: so many that each group's are aligned.
+
+    Of a model with recurrent layers also the slots of their states: reads and writes: [R], as
+    ``kernels.delta.StateBatch`` has them; marks: [T], -1 for none.
     """
+    recurrent: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+    if states:
+        recurrent = (
+            ("reads", "int32", (rows,)),
+            ("writes", "int32", (rows,)),
+            ("marks", "int32", (tokens,)),
+        )
     return _layout(
         tokens,
         ("ids", "int64", (tokens,)),
@@ -187,6 +197,7 @@ def forward_layout(tokens: int, rows: int, groups: int) -> Layout:
         ("query_start", "int32", (rows + 1,)),
         ("seq_lens", "int32", (rows,)),
         ("table_start", "int32", (groups, _aligned(rows))),
+        *recurrent,
     )
 
 
@@ -313,6 +324,7 @@ class Buffer:
         lanes: LaneSizes | None = None,
         *,
         overlaps: bool = False,
+        states: bool = False,
     ) -> Buffer:
         """Return the buffer of steps of up to ``tokens`` tokens, and as many samples.
 
@@ -320,10 +332,11 @@ class Buffer:
             blocks: entries of a row's block table, for each group.
             lanes: None where steps carry no piggybacked rows.
             overlaps: whether steps may be overlapped sub-batches.
+            states: whether the model has recurrent layers.
         """
         told = None if lanes is None else lane_layout(lanes)
         pivot = sample_layout(tokens).words + HASH_WORDS + (0 if told is None else told.words)
-        forward = forward_layout(tokens, min(rows, tokens), len(blocks)).words
+        forward = forward_layout(tokens, min(rows, tokens), len(blocks), states).words
         if overlaps:
             forward = max(forward, overlapped_layout((tokens, tokens), rows, len(blocks)).words)
         return cls(pivot, pivot + forward + rows * sum(blocks), told)

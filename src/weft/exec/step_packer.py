@@ -15,6 +15,7 @@ from weft.core.plan import SubBatch
 from weft.exec.device import Device
 from weft.exec.input_batch import InputBatch
 from weft.exec.inputs import VIEWS, InputPacker, StepInputs
+from weft.exec.states import write_states
 from weft.exec.step_layout import (
     HASH_WORDS,
     Buffer,
@@ -125,6 +126,7 @@ class StepPacker:
         sizes: that steps are padded to, ascending.
         lanes: None where steps carry no piggybacked rows.
         pairs: sizes of overlapped sub-batches; None where there are none.
+        states: whether the model has recurrent layers.
 
     Attributes:
         max_rows, max_tokens: of a step, of the tokens padding included.
@@ -145,9 +147,11 @@ class StepPacker:
         lanes: LaneSizes | None = None,
         pairs: PairSizes | None = None,
         buffers: int = buffers_for(0),
+        *,
+        states: bool = False,
     ) -> None:
         """Take ``buffers`` that the device reads while the next step is packed into another."""
-        self._table, self.pairs = table, pairs
+        self._table, self.pairs, self._states = table, pairs, states
         self._of_device = [InputPacker(table, block_size) for _ in range(MOST)]
         self.windows = [window or 0 for window in windows]
         self._sizes = sizes
@@ -158,7 +162,12 @@ class StepPacker:
         self.most_decodes = padded_size(min(self.max_rows, max_tokens), sizes)
         blocks = [tables.shape[1] for tables in table.tables]
         self.layout = Buffer.for_steps(
-            self.max_tokens, self.max_rows, blocks, lanes, overlaps=pairs is not None
+            self.max_tokens,
+            self.max_rows,
+            blocks,
+            lanes,
+            overlaps=pairs is not None,
+            states=states,
         )
         self.buffers = [device.host_memory(self.layout.words, torch.int32) for _ in range(buffers)]
         self._hashes = [self.layout.hashes(buffer).numpy() for buffer in self.buffers]
@@ -172,7 +181,8 @@ class StepPacker:
 
     def forward_layout(self, tokens: int) -> Layout:
         """The layout of the forward pass over so many tokens, padding included."""
-        return forward_layout(tokens, min(tokens, self.max_rows), len(self.windows))
+        rows = min(tokens, self.max_rows)
+        return forward_layout(tokens, rows, len(self.windows), self._states)
 
     def pack(self, batch: SubBatch, carried: Carried | None = None, ahead: int = 0) -> PackedStep:
         """Write a sub-batch into the next buffer, and what the lanes of the step are told.
@@ -340,6 +350,8 @@ class StepPacker:
         bounds = inputs.groups[0].query_start
         _put(arrays["query_start"], bounds, tokens)
         _put(arrays["seq_lens"], inputs.groups[0].seq_lens)
+        if self._states:
+            write_states(arrays, batch)
         if rows:
             self._point_at_tokens_in_flight(arrays["ids"], bounds[1:] - 1, batch, inputs)
 

@@ -80,7 +80,7 @@ def workspace_bytes(
     tokens = padded_size(sizes.tokens)
     samples = min(padded_size(sizes.samples), tokens) if spec.stage.ends else 0
     lanes = LaneSizes(spec.num_layers, sizes.lanes, sizes.rows) if sizes.lanes else None
-    buffer = Buffer.for_steps(tokens, sizes.rows, sizes.blocks, lanes, overlaps=sizes.pairs)
+    buffer = _buffer(spec, tokens, lanes, sizes)
     static = buffer.words * FLOAT + sizes.scratch_bytes
     static += 8 * told_size(padded_size(min(sizes.rows, sizes.tokens)))  # of leases
     padding = tokens if sizes.pairs else 0  # of a second sub-batch
@@ -118,7 +118,7 @@ def pinned_bytes(spec: ModelSpec, element: int, sizes: StepSizes) -> int:
     """
     tokens = padded_size(sizes.tokens)
     lanes = LaneSizes(spec.num_layers, sizes.lanes, sizes.rows) if sizes.lanes else None
-    buffer = Buffer.for_steps(tokens, sizes.rows, sizes.blocks, lanes, overlaps=sizes.pairs)
+    buffer = _buffer(spec, tokens, lanes, sizes)
     results = 2 * 8 * (1 + tokens + 2 * sizes.lanes)
     found = buffers_for(sizes.depth) * (buffer.words * FLOAT + results + 8 * COLUMNS * tokens)
     found += 4  # of bounds
@@ -132,6 +132,11 @@ def pinned_bytes(spec: ModelSpec, element: int, sizes: StepSizes) -> int:
         found += sizes.rows * (queries + 2 * keys) * element + 8 * (sizes.rows + 1)
         found += min(sizes.rows, AT_ONCE) * (queries * element + 2 * 8)  # that come back
     return found
+
+
+def _buffer(spec: ModelSpec, tokens: int, lanes: LaneSizes | None, sizes: StepSizes) -> Buffer:
+    pairs, states = sizes.pairs, spec.states is not None
+    return Buffer.for_steps(tokens, sizes.rows, sizes.blocks, lanes, overlaps=pairs, states=states)
 
 
 def expert_rows_bytes(spec: ModelSpec, element: int, tokens: int) -> int:
@@ -197,6 +202,9 @@ def _layer_width(spec: ModelSpec, number: int) -> int:
         width += 2 * (latent.query_rank or 0) + (heads + spec.num_heads + 1) * layer.head_dim
         width += spec.num_heads * (latent.query_dim + latent.value_dim)
     width += 3 * layer.intermediate_size
+    if layer.state is not None:  # what is mixed and its gates; results in float32, then as they are
+        shape = layer.state.delta
+        width += shape.channels + 2 * shape.value_heads + (2 + FLOAT // 2) * shape.values
     if layer.moe and spec.moe is not None:
         width += spec.moe.top_k * (3 * spec.moe.intermediate_size + 2 * hidden)
     return width + spec.total_layers * spec.per_layer_input_size * 2

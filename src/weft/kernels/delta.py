@@ -106,6 +106,7 @@ class StateBatch:
         reads: [R] int32, slots; -1 for a row that begins, with zeros.
         writes: [R] int32, slots.
         marks: [M, 2] int32, by token: after token t of the batch the state goes to a slot as well.
+            Of padded batches [T] int32, the slot of each token, -1 for none.
     """
 
     bounds: Array

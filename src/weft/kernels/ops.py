@@ -280,6 +280,7 @@ def _triton_ops(
             activation,
             advance,
             cudnn_prefill,
+            delta,
             hosted,
             lanes,
             latent,
@@ -373,5 +374,6 @@ def _triton_ops(
             "advance": "triton",
         },
         tuning=found,
+        delta=delta.TritonDelta,
         await_answer=hosted.await_answer,
     )

@@ -1,0 +1,57 @@
+"""Recurrent layers on the device: captured as uncaptured, read by slot, and as plain torch."""
+
+from __future__ import annotations
+
+import pytest
+from checkpoints import build, prompt, save
+from served import Truth, opened, serve, tight
+
+from depth import deep_on_cpu
+from weft.core.types import FinishReason, SamplingParams
+
+TOLERANCE = 5e-4  # of float32 logits
+SLOTS = 12  # few enough to be short, enough for marks
+GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, seed=0)
+LONGER = SamplingParams(temperature=0.5, seed=8, max_tokens=72, ignore_eos=True)
+# One longer than a step, one of a token, two with the same beginning.
+LONG = prompt(90, 1)
+PROMPTS = [LONG, [5], prompt(20, 2), [*LONG[:64], 9, 8], prompt(33, 4)]
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3-next", *(pytest.param(n, marks=deep_on_cpu) for n in ("qwen3.5-layers",))]
+)
+def test_captured_steps_are_uncaptured_ones_and_plain_torch(name, tmp_path, monkeypatch) -> None:
+    """Chunks beside decodes, a prefix hit, and sequences that give way and go on."""
+    folder = save(build(name), tmp_path / name)
+    monkeypatch.setattr("weft.core.resolved.state_slots", lambda *_: SLOTS)
+    truth, found, memory = Truth(folder), {}, tight(folder)
+    for graphs in (True, False):
+        with opened(folder, graphs=graphs) as engine:
+            assert (engine.executor.captured > 0) == graphs
+            first = serve(engine, PROMPTS, [GREEDY] * len(PROMPTS))
+            again = [answer for _ in range(2) for answer in serve(engine, [LONG], [GREEDY])]
+            assert again[1].cached_tokens > 0
+            assert not engine.executor.resident
+        with opened(folder, graphs=graphs, kv_memory=memory) as engine:
+            grown = serve(engine, [prompt(6, 9 + i) for i in range(4)], [LONGER] * 4)
+            assert engine.scheduler.totals.preemptions > 0
+        found[graphs] = first + again + grown
+        assert {answer.finish for answer in found[graphs]} == {FinishReason.LENGTH}
+    assert [a.tokens for a in found[True]] == [a.tokens for a in found[False]]
+    for tokens, answer in zip([*PROMPTS, LONG, LONG], found[True][:7], strict=True):
+        assert truth.miss(tokens, answer) < TOLERANCE
+
+
+@deep_on_cpu
+def test_kernels_of_gpus_go_on_from_slots(tmp_path) -> None:
+    """A prompt in chunks, and again from what the first time has left."""
+    folder = save(build("qwen3.5"), tmp_path / "model")
+    truth, tokens = Truth(folder), prompt(38, 3)
+    asked = [SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, seed=0)]
+    settings = {"kernels": "triton", "graphs": False, "max_num_batched_tokens": 16}
+    with opened(folder, **settings) as engine:
+        cold, warm = (serve(engine, [tokens], asked)[0] for _ in range(2))
+    assert warm.cached_tokens > 0
+    assert cold.tokens == warm.tokens
+    assert truth.miss(tokens, cold) < TOLERANCE
