@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from checkpoints import build, prompt, save
 from served import Truth, opened, serve, tight
@@ -55,3 +57,18 @@ def test_kernels_of_gpus_go_on_from_slots(tmp_path) -> None:
     assert warm.cached_tokens > 0
     assert cold.tokens == warm.tokens
     assert truth.miss(tokens, cold) < TOLERANCE
+
+
+def test_drafts_change_no_token(tmp_path) -> None:
+    """Texts that repeat themselves, so that guesses are made, right ones and wrong ones."""
+    folder = save(build("qwen3-next"), tmp_path / "model")
+    prompts = [prompt(8, 1) * 5, prompt(20, 2), prompt(5, 3) * 6, prompt(30, 4)]
+    biases = ({3: 50.0}, {}, {3: 20.0, 5: 20.0}, {3: 3.0, 5: 3.0})
+    asked = [replace(GREEDY, max_tokens=40, logit_bias=bias) for bias in biases]
+    found = {}
+    for drafts in (0, 4):
+        with opened(folder, speculation=drafts) as engine:
+            found[drafts] = [answer.tokens for answer in serve(engine, prompts, asked)]
+            guessed = engine.scheduler.totals.drafted_tokens
+            assert bool(guessed) == bool(drafts)
+    assert found[0] == found[4]

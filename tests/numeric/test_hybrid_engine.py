@@ -269,7 +269,22 @@ def test_engines_that_cannot_keep_states_refuse(folders, name, settings):
     config = settings_for(folders[name], **settings)
     spec = read_spec(folders[name])
     with pytest.raises(ConfigError, match="recurrent") as caught:
-        check_recurrent(config, spec, select_ops("cpu", "float32"))
+        check_recurrent(config, spec, select_ops("cpu", "float32"), "cpu")
+    assert caught.value.param in settings
+
+
+@pytest.mark.parametrize("name", ["kimi-linear", "lfm2", "nemotron-h"])
+def test_kinds_without_kernels_for_gpus_are_refused(folders, name):
+    config, spec = settings_for(folders[name]), read_spec(folders[name])
+    with pytest.raises(KernelError, match="set device to cpu"):
+        check_recurrent(config, spec, select_ops("cpu", "float32"), "cuda:0")
+
+
+def test_states_stay_on_a_gpu(folders):
+    settings = {"host_kv_memory": 2**20, "scheduler": "fcfs"}
+    config, spec = settings_for(folders["qwen3.5"], **settings), read_spec(folders["qwen3.5"])
+    with pytest.raises(ConfigError, match="recurrent") as caught:
+        check_recurrent(config, spec, select_ops("cpu", "float32"), "cuda:0")
     assert caught.value.param in settings
 
 
@@ -289,7 +304,7 @@ def test_odd_sizes_are_refused(folders, tmp_path, name, change):
         setattr(odd.config, key, value)
     odd.config.save_pretrained(tmp_path)
     with pytest.raises(KernelError, match="set kernels to reference"):
-        check_recurrent(config, read_spec(tmp_path), select_ops("cpu", "float32"))
+        check_recurrent(config, read_spec(tmp_path), select_ops("cpu", "float32"), "cpu")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -139,7 +139,7 @@ def find_model(
     check_storage(config, spec, ops)
     check_launches(config, spec, dtype, ops, source)
     check_heads(config, shard_spec(spec, ranks), dtype, ops, device)
-    check_recurrent(config, spec, ops)
+    check_recurrent(config, spec, ops, device)
     check_attends_on_host(config, spec, ops)
     free = (
         _free_memory(device, config.processes, returning_bytes)

@@ -7,12 +7,13 @@ from typing import Any
 
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, KernelError
+from weft.engine.devices import is_cpu
 from weft.kernels.delta import DeltaShape
 from weft.kernels.interface import OpTable
 from weft.models.spec import ModelSpec, StateSpec
 
 
-def check_recurrent(config: EngineConfig, spec: ModelSpec, ops: OpTable) -> None:
+def check_recurrent(config: EngineConfig, spec: ModelSpec, ops: OpTable, device: str) -> None:
     """Check that an engine can keep the states of a model, if it has any.
 
     Raises:
@@ -21,9 +22,9 @@ def check_recurrent(config: EngineConfig, spec: ModelSpec, ops: OpTable) -> None
     """
     if spec.states is None:
         return
-    on_gpu = ops.names["paged_attention"] == "triton"
+    on_gpu = not is_cpu(device)
     for layer in spec.layers:
-        if layer.state is not None and not _computes(ops, layer.state):
+        if layer.state is not None and on_gpu and not _on_gpus(layer.state):
             raise KernelError(
                 "This model has recurrent layers of a kind for which there are no kernels for GPUs "
                 "yet; set device to cpu."
@@ -56,11 +57,9 @@ def check_recurrent(config: EngineConfig, spec: ModelSpec, ops: OpTable) -> None
                 )
 
 
-def _computes(ops: OpTable, state: StateSpec) -> bool:
-    """Whether there is an op for a recurrent layer."""
-    known = getattr(ops, state.kind) is not None
-    by_channel = isinstance(state.shape, DeltaShape) and state.shape.by_channel
-    return known and not (by_channel and ops.names["paged_attention"] == "triton")
+def _on_gpus(state: StateSpec) -> bool:
+    """Whether GPUs compute a recurrent layer: one that the delta rule decays by head."""
+    return isinstance(state.shape, DeltaShape) and not state.shape.by_channel
 
 
 def _refusal(state: StateSpec) -> str:

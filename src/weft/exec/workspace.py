@@ -19,6 +19,7 @@ from weft.exec.step_layout import (
 )
 from weft.kernels.advance import told_size
 from weft.kernels.collectives import ONE_EXCHANGE_BYTES
+from weft.kernels.delta import DeltaShape
 from weft.kernels.lanes import AT_ONCE, lane_state_bytes
 from weft.kernels.sampling import SETTINGS, state_bytes
 from weft.models.spec import ModelSpec
@@ -202,9 +203,10 @@ def _layer_width(spec: ModelSpec, number: int) -> int:
         width += 2 * (latent.query_rank or 0) + (heads + spec.num_heads + 1) * layer.head_dim
         width += spec.num_heads * (latent.query_dim + latent.value_dim)
     width += 3 * layer.intermediate_size
-    if layer.state is not None:  # what is mixed and its gates; results in float32, then as they are
-        shape = layer.state.delta
-        width += shape.channels + 2 * shape.value_heads + (2 + FLOAT // 2) * shape.values
+    if layer.state is not None and isinstance(layer.state.shape, DeltaShape):
+        shape = layer.state.shape  # what is mixed, its gates; results in float32, then as they are
+        width += shape.channels + shape.value_heads + shape.decays
+        width += (2 + FLOAT // 2) * shape.values
     if layer.moe and spec.moe is not None:
         width += spec.moe.top_k * (3 * spec.moe.intermediate_size + 2 * hidden)
     return width + spec.total_layers * spec.per_layer_input_size * 2

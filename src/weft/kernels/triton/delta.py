@@ -158,10 +158,11 @@ class TritonDelta:
         """Bind a layer to its parameters.
 
         Raises:
-            ValueError: heads of values do not divide among those of keys.
+            ValueError: no kernel computes such a layer.
         """
         self._shape, self._eps = parts.shape, parts.norm_eps
-        if parts.shape.value_heads % parts.shape.key_heads or parts.shape.taps < 2:
+        odd = parts.shape.value_heads % parts.shape.key_heads or parts.shape.taps < 2
+        if odd or parts.shape.by_channel or parts.gating != "silu":
             raise ValueError(f"no kernel for recurrent layers of {parts.shape}")
         self._conv = parts.conv.float().T.contiguous()  # [K, channels]
         self._decay, self._bias = parts.decay.float(), parts.bias.float()
