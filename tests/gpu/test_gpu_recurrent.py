@@ -5,11 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from checkpoints import build, prompt, save
-from served import Truth, opened, serve, tight
+from served import Truth, opened, serve, settings_for, tight
 
 from depth import deep_on_cpu
+from weft.core.config import EngineConfig
 from weft.core.types import FinishReason, SamplingParams
+from weft.engine.model import _step_sizes
+from weft.exec.device import HostDevice
+from weft.exec.step_layout import sizes_for
+from weft.exec.workspace import pinned_bytes
 
 TOLERANCE = 5e-4  # of float32 logits
 SLOTS = 12  # few enough to be short, enough for marks
@@ -72,3 +78,28 @@ def test_drafts_change_no_token(tmp_path) -> None:
             guessed = engine.scheduler.totals.drafted_tokens
             assert bool(guessed) == bool(drafts)
     assert found[0] == found[4]
+
+
+def test_slots_in_the_buffer_of_steps_are_counted(tmp_path, monkeypatch) -> None:
+    """What steps pin is known before, to the byte, and the slots are part of the KV memory."""
+    taken = []
+
+    def counted(_: HostDevice, size: int, dtype: torch.dtype) -> torch.Tensor:
+        taken.append(size * dtype.itemsize)
+        return torch.zeros(size, dtype=dtype)
+
+    for name in ("host_memory", "exchange_memory"):
+        monkeypatch.setattr(HostDevice, name, counted)
+    monkeypatch.setattr("graphed.SIZES", sizes_for(8))
+    folder = save(build("qwen3.5"), tmp_path / "model")
+    with opened(folder, resident="off", graphs=False) as engine:
+        spec, resolved = engine.model.spec, engine.resolved
+        config = EngineConfig(**settings_for(folder, resident="off", graphs=False))
+        sizes = _step_sizes(config, spec, (4, 0), halves=False)
+        assert sum(taken) == pinned_bytes(spec, 4, sizes)
+        states = engine.executor._store.states.layers.values()
+        found = sum(part.nbytes for layer in states for part in layer)
+        assert found == resolved.state_slots * spec.states.slot_bytes
+        store = engine.executor._store
+        kv = sum(t.nbytes for g in range(len(spec.kv_groups)) for t in store.tensors(g))
+        assert kv + found == resolved.kv_bytes

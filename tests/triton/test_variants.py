@@ -101,6 +101,18 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], int]] = {
         {"max_num_batched_tokens": 300},
         36,
     ),
+    "Qwen3.5 of 2B": (
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5TextConfig",
+        of(
+            vocab_size=248320, hidden_size=2048, intermediate_size=6144, num_hidden_layers=4,
+            num_attention_heads=8, num_key_value_heads=2, head_dim=256, linear_num_key_heads=16,
+            linear_num_value_heads=16, linear_key_head_dim=128, linear_value_head_dim=128,
+            max_position_embeddings=32768,
+        ),
+        {"kv_memory": "256MiB"},
+        57,
+    ),
 }  # fmt: skip
 
 

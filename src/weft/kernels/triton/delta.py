@@ -132,16 +132,16 @@ def _delta_rule(
         _keep(x, kept, copy, last, start, of_value, values, stride, read, TAPS, CHANNELS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gated_norm(
-    x, z, weight, end, out, stride,
+    x, z, weight, bounds, out, stride, rows,
     HEADS: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """Norm of a head's values times silu of its gate; 0 for tokens that belong to no row."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     value = tl.arange(0, BLOCK)
     mask = value < VALUE
-    known = mask & (token < tl.load(end))
+    known = mask & (token < tl.load(bounds + rows))
     y = tl.load(x + (token * HEADS + head) * VALUE + value, mask=known, other=0.0)
     gate = tl.load(z + token * stride + head * VALUE + value, mask=known, other=0.0)
     gate = gate.to(tl.float32)
@@ -198,7 +198,7 @@ class TritonDelta:
             num_warps=_WARPS, num_stages=1,
         )  # fmt: skip
         _gated_norm[(tokens, shape.value_heads)](
-            found, x[:, shape.channels :], self._norm, batch.bounds[rows:], out, x.stride(0),
+            found, x[:, shape.channels :], self._norm, batch.bounds, out, x.stride(0), rows,
             HEADS=shape.value_heads, VALUE=shape.value_dim, BLOCK=power_of_2(shape.value_dim),
             EPS=self._eps, num_warps=1, num_stages=1,
         )  # fmt: skip
