@@ -294,4 +294,22 @@ def moe_cases(
             tie_word_embeddings=True,
             **EXPERTS,
         ),
+        "hunyuan-moe": case(
+            "HunYuanMoEV1ForCausalLM",
+            "HunYuanMoEV1Config",
+            head_dim=16,
+            num_experts=6,
+            moe_topk=2,
+            rope_parameters=rope("dynamic", alpha=1000.0, factor=1.0),
+        ),
+        "hunyuan-moe-lists": case(
+            "HunYuanMoEV1ForCausalLM",
+            "HunYuanMoEV1Config",
+            head_dim=24,
+            num_experts=4,
+            moe_topk=[3, 3, 3],
+            attention_bias=True,
+            num_key_value_heads=1,
+            tie_word_embeddings=True,
+        ),
     }

@@ -174,6 +174,37 @@ HUB: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16",
         "vocab_size": 50304,
     },
+    "hunyuan-a13b": {
+        "architectures": ["HunYuanMoEV1ForCausalLM"],
+        "attention_bias": False,
+        "attention_head_dim": 128,
+        "bos_token_id": 1,
+        "eod_token_id": 127967,
+        "eos_token_id": 127960,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 3072,
+        "max_position_embeddings": 32768,
+        "mlp_bias": False,
+        "model_type": "hunyuan_v1_moe",
+        "moe_intermediate_size": [3072] * 32,
+        "moe_topk": [8] * 32,
+        "norm_type": "rms",
+        "num_attention_heads": 32,
+        "num_experts": 64,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "num_shared_expert": [1] * 32,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {"alpha": 1000.0, "factor": 1.0, "type": "dynamic"},
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "use_cla": False,
+        "use_mixed_mlp_moe": True,
+        "use_qk_norm": True,
+        "vocab_size": 128167,
+    },
 }
 # As model cards and safetensors headers state them, of the last two in billions.
 PARAMETERS = {
@@ -181,7 +212,7 @@ PARAMETERS = {
     "qwen1.5-moe-a2.7b": 14_315_784_192,
     "olmoe-1b-7b": 6_919_161_856,
 }
-BILLIONS = {"glm-4.5-air": 107, "minimax-m2": 229}
+BILLIONS = {"glm-4.5-air": 107, "minimax-m2": 229, "hunyuan-a13b": 80}
 
 
 @pytest.mark.parametrize("name", HUB)
@@ -228,6 +259,9 @@ def test_what_routes_is_read() -> None:
         ("minimax-m2", {"num_experts_per_tok": 257}, "only 256 exist"),
         ("olmoe-1b-7b", {"clip_qkv": 8.0}, "does not cut off Q, K and V"),
         ("qwen1.5-moe-a2.7b", {"layer_types": ["sliding_attention"] * 24}, "use_sliding_window"),
+        ("hunyuan-a13b", {"moe_topk": [8, 4] * 16}, "one number above zero for all layers"),
+        ("hunyuan-a13b", {"num_shared_expert": 2}, "weft reads the models with 1"),
+        ("hunyuan-a13b", {"use_cla": True}, "weft reads the models without"),
         ("mixtral-8x7b", {"num_local_experts": 4097}, "at most 4096"),
     ],
 )

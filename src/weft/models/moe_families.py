@@ -22,7 +22,7 @@ from weft.models.family import (
     read_window,
 )
 from weft.models.llama_like import llama_like
-from weft.models.llama_variants import exaone4_kinds, granite, with_no_rope
+from weft.models.llama_variants import exaone4_kinds, granite, hunyuan, with_no_rope
 from weft.models.spec import CheckpointLayout, LayerSpec, ModelSpec, MoeSpec
 
 DENSE, SPARSE = "dense", "sparse"
@@ -37,14 +37,21 @@ QWEN_NAMES = {
     f"mlp.shared_experts.{part}": f"mlp.shared_expert.{part}"
     for part in ("gate_proj", "up_proj", "down_proj")
 }
-_HUNYUAN_NAMES = {
+_SHARED_MLP = {
     f"mlp.shared_experts.{part}": f"mlp.shared_mlp.{part}"
     for part in ("gate_proj", "up_proj", "down_proj")
 }
-_HUNYUAN_NAMES |= {
+_HUNYUAN_NAMES = _SHARED_MLP | {
     "mlp.gate": "mlp.router.gate",
     "mlp.gate.e_score_correction_bias": "mlp.expert_bias",
 }
+# Of towers that are not there, of options that are off, and of training.
+_HUNYUAN_UNUSED = """
+cla_share_factor class_num dense_list im_end_id im_newline_id im_start_id mask_init_id
+moe_drop_tokens moe_random_routing_dropped_token norm_topk_prob num_media_embeds org_vocab_size
+pad_id pool_type routed_scaling_factor skip_cls_token text_end_id text_start_id use_rotary_pos_emb
+video_end_id video_start_id
+"""
 GRANITE_NAMES = {
     "mlp.gate": "block_sparse_moe.router.layer",
     "mlp.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
@@ -398,6 +405,43 @@ def granite_moe(config: ConfigReader, limit: int | None) -> ModelSpec:
     return replace(spec, layers=tuple(layers), moe=moe, layout=layout)
 
 
+def _of_each_layer(config: ConfigReader, key: str, default: int) -> int:
+    """Read a number that all layers share, stated once or for each of them."""
+    found = config.integers(key) or (default,)
+    if len(set(found)) > 1 or found[0] < 1:
+        config.refuse(key, config.value(key), "one number above zero for all layers is supported")
+    return found[0]
+
+
+def hunyuan_moe(config: ConfigReader, limit: int | None) -> ModelSpec:
+    """Hunyuan A13B: Hunyuan's attention, experts in every layer and a shared one beside them."""
+    config.assume(tie_word_embeddings=False)
+    for key in ("use_cla", "use_mla", "position_embedding_xdrope", "group_limited_greedy"):
+        if config.flag(key, False):
+            config.refuse(key, True, "weft reads the models without")
+    if config.count("moe_layer_num_skipped", 0):
+        config.refuse("moe_layer_num_skipped", config.value("moe_layer_num_skipped"), "0 is")
+    if not config.flag("use_mixed_mlp_moe", True):
+        config.refuse("use_mixed_mlp_moe", False, "weft reads the models with a shared expert")
+    config.choice("norm_type", "rms", ("rms",))
+    config.ignore(*_HUNYUAN_UNUSED.split())
+    spec = hunyuan(config, limit)
+    size = spec.layers[0].intermediate_size
+    for key, known in (("moe_intermediate_size", size), ("num_shared_expert", 1)):
+        if (found := _of_each_layer(config, key, known)) != known:
+            config.refuse(key, found, f"weft reads the models with {known}")
+    moe = MoeSpec(
+        num_experts=config.positive("num_experts", 1),
+        top_k=_of_each_layer(config, "moe_topk", config.positive("num_experts_per_tok", 1)),
+        intermediate_size=size,
+        normalise=True,
+        shared=True,
+    )
+    names = {**spec.layout.renamed, **_SHARED_MLP, "mlp.gate": "mlp.gate.wg"}
+    layers = tuple(replace(layer, moe=True) for layer in spec.layers)
+    return replace(spec, layers=layers, moe=moe, layout=replace(spec.layout, renamed=names))
+
+
 MOE_FAMILIES = (
     Family("glm4_moe", "Glm4MoeForCausalLM", "glm4_moe", glm4_moe),
     Family("minimax_m2", "MiniMaxM2ForCausalLM", "minimax_m2", minimax_m2),
@@ -411,4 +455,5 @@ MOE_FAMILIES = (
     Family("solar_open", "SolarOpenForCausalLM", "solar_open", solar_open),
     Family("exaone_moe", "ExaoneMoeForCausalLM", "exaone_moe", exaone_moe),
     Family("hy_v3", "HYV3ForCausalLM", "hy_v3", hy_v3),
+    Family("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", hunyuan_moe),
 )
