@@ -212,6 +212,15 @@ def test_scales_of_kv_are_taken_and_told(original, tmp_path, caplog) -> None:  #
     assert [m for m in caplog.messages if "scales of KV are not used" in m]
     edit_config(tmp_path, quantization_config={"quant_method": "modelopt", "quant_algo": "FP8"})
     assert load(tmp_path).layers[0].down.inputs == pytest.approx(0.03)
+    # Older ones say so in a file of their own.
+    edit_config(tmp_path, quantization_config=...)
+    beside = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    assert load(tmp_path).layers[0].down.inputs == pytest.approx(0.03)
+    beside["quantization"]["quant_algo"] = "NVFP4"
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    with pytest.raises(UnsupportedModelError, match="Blackwell"):
+        load(tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,19 @@ def read_spec(folder: Path, max_model_len: int | None = None) -> ModelSpec:
         return replace(spec, stored_weights=file.stored_weights())
     config = read_object(folder / "config.json", UnsupportedModelError)
     check_depth(config, "config.json", UnsupportedModelError)
+    config = {**_quantised_beside(folder), **config}
     return with_modules(spec_from_config(config, max_model_len), folder)
+
+
+def _quantised_beside(folder: Path) -> dict[str, Any]:
+    """What NVIDIA's ModelOpt says in a file of its own, as ``config.json`` would say it."""
+    name = "hf_quant_config.json"
+    if not (folder / name).exists():
+        return {}
+    found = read_object(folder / name, UnsupportedModelError).get("quantization")
+    if not isinstance(found, dict) or found.get("quant_algo") is None:
+        return {}
+    return {"quantization_config": {"quant_method": "modelopt", **found}}
 
 
 def spec_from_config(config: Mapping[str, Any], max_model_len: int | None = None) -> ModelSpec:
