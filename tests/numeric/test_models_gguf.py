@@ -51,6 +51,15 @@ LONGROPE = {
     "long_factor": [1.5 + i / 10 for i in range(32)],
     "original_max_position_embeddings": 64,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"tie_word_embeddings": True}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": False}),
@@ -90,6 +99,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]},
     ),
     "glm4": ("Glm4", {"attention_bias": True}),
+    "gpt-oss": (
+        "GptOss",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 256}
+        | {"sliding_window": 24, "rope_parameters": YARN},
+    ),
 }
 PAIRED = ("llama", "granite", "smollm3")  # whose rows of Q and K llama.cpp reorders
 SCALES = {
@@ -178,6 +192,16 @@ def write(
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if arch == "gpt-oss":
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(YARN["factor"])
+        writer.add_rope_scaling_orig_ctx_len(YARN["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(YARN["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(YARN["beta_slow"])
     if arch == "granite":
         for key, name in SCALES.items():
             writer.add_float32(f"granite.{key}", getattr(config, name))
@@ -208,6 +232,9 @@ def write(
         weight = tensor.numpy().astype(np.float32)
         if heads:
             weight = interleaved(weight, heads)
+        if arch == "gpt-oss" and (".experts." in name or name.endswith(".sinks")):
+            write_part_of_gpt_oss(writer, name, tensor, kind)
+            continue
         if weight.ndim == 3:
             write_experts(writer, name, tensor, kind)
             continue
@@ -240,6 +267,37 @@ def write_experts(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, kind
     tensor.copy_(torch.from_numpy(np.concatenate(plain, 1)))
 
 
+def write_part_of_gpt_oss(
+    writer: gguf.GGUFWriter,
+    name: str,
+    tensor: torch.Tensor,
+    kind: Type | Callable[[str], Type],
+) -> None:
+    """Write sinks, or experts, whose gates alternate with what they multiply in transformers."""
+    number, part = name.split(".")[2], name.rpartition(".")[2]
+    kind = kind if isinstance(kind, Type) else kind(name)
+    numbers = tensor.numpy().astype(np.float32)
+    if part == "sinks":
+        writer.add_tensor(f"blk.{number}.attn_sinks.weight", numbers)
+        return
+    bias = part.endswith("_bias")
+    outputs = numbers if bias else numbers.swapaxes(1, 2)
+    sides = {"gate": outputs[:, ::2], "up": outputs[:, 1::2]}
+    if part.startswith("down"):
+        sides = {"down": outputs}
+    plain = np.empty_like(outputs)
+    for at, (side, side_numbers) in enumerate(sides.items()):
+        place = f"blk.{number}.ffn_{side}_exps.{'bias' if bias else 'weight'}"
+        if bias:
+            writer.add_tensor(place, np.ascontiguousarray(side_numbers))
+            continue
+        data = quantize(np.ascontiguousarray(side_numbers), kind)
+        writer.add_tensor(place, data, raw_dtype=kind)
+        plain[:, at :: len(sides)] = dequantize(data, kind)
+    if not bias:
+        tensor.copy_(torch.from_numpy(plain.swapaxes(1, 2).copy()))
+
+
 def load(path: Path, dtype: str = "float32", kernels: str = "reference", **more: Any):
     return load_model(path, dtype, None, select_ops("cpu", dtype, kernels), **more)
 
@@ -247,6 +305,7 @@ def load(path: Path, dtype: str = "float32", kernels: str = "reference", **more:
 CASES = [(arch, Type.Q8_0) for arch in ARCHITECTURES]
 CASES += [("llama", kind) for kind in (Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q5_1)]
 CASES += [("qwen3", kind) for kind in HALVES]
+CASES += [("gpt-oss", Type.MXFP4)]
 
 
 @pytest.mark.parametrize(("arch", "kind"), CASES)
@@ -447,3 +506,29 @@ def copy_fields(reader: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
     for field in reader.fields.values():
         if not field.name.startswith(("GGUF.", "general.architecture")):
             writer.add_key_value(field.name, field.contents(), field.types[0])
+
+
+@pytest.mark.parametrize(
+    ("arch", "words"),
+    [("gptoss", "ggml-org/gpt-oss-20b-GGUF"), ("bert", "supported: llama, qwen2")],
+)
+def test_other_architectures_are_refused(tmp_path, arch, words) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", arch)
+    writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedModelError, match=words):
+        read_spec(tmp_path / "model.gguf")
+
+
+def test_experts_of_gpt_oss_stay_codes(tmp_path) -> None:
+    model, path = build("gpt-oss"), tmp_path / "model.gguf"
+    write(model, "gpt-oss", path, lambda name: Type.MXFP4 if ".experts." in name else Type.Q8_0)
+    decoder, tokens = load(path, kernels="cpu"), prompt(100)
+    experts = decoder.layers[0].expert_down
+    assert {one.format for one in experts} == {"mx4"}
+    found = PagedRunner(decoder).step([("a", tokens)])[0]
+    logits = reference_logits(model, tokens)
+    assert (found.argmax(-1) == logits.argmax(-1)).float().mean() > 0.9

@@ -6,7 +6,16 @@ from typing import Any
 
 from weft.kernels.parts import SWIGLU_ALPHA, SWIGLU_LIMIT
 from weft.models.config_reader import ConfigReader
-from weft.models.family import FULL, SLIDING, Family, read_sizes, read_window, read_windows
+from weft.models.family import (
+    ATTENTION_BIAS,
+    FULL,
+    SLIDING,
+    Family,
+    GgufForm,
+    read_sizes,
+    read_window,
+    read_windows,
+)
 from weft.models.llama_like import llama_like
 from weft.models.llama_variants import with_no_rope
 from weft.models.spec import CheckpointLayout, GateSpec, ModelSpec, MoeSpec
@@ -108,5 +117,25 @@ def gpt_oss(config: ConfigReader, limit: int | None) -> ModelSpec:
 
 ATTENTION_FAMILIES = (
     Family("afmoe", "AfmoeForCausalLM", "afmoe", afmoe),
-    Family("gpt_oss", "GptOssForCausalLM", "gpt_oss", gpt_oss),
+    Family(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        "gpt_oss",
+        gpt_oss,
+        gguf=GgufForm(
+            "gpt-oss",
+            biases=ATTENTION_BIAS,
+            names={
+                "post_attention_norm": "post_attention_layernorm",
+                "ffn_gate_inp": "mlp.router",
+            },
+            numbers={
+                "attention.sliding_window": "sliding_window",
+                "expert_count": "num_local_experts",
+                "expert_used_count": "num_experts_per_tok",
+                "expert_feed_forward_length": "intermediate_size",
+            },
+            scaling={"truncate": False},
+        ),
+    ),
 )

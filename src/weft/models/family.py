@@ -40,6 +40,7 @@ class GgufForm:
         names: of parts of a layer that differ, and what ``config.json``'s checkpoints call them.
         numbers: keys of the metadata with those of ``config.json`` that they stand for.
         stated: what ``config.json`` says where the metadata do not.
+        scaling: the same of the scaling of the rotation.
     """
 
     name: str = ""
@@ -52,6 +53,7 @@ class GgufForm:
     names: Mapping[str, str] = field(default_factory=dict)
     numbers: Mapping[str, str] = field(default_factory=dict)
     stated: Mapping[str, Any] = field(default_factory=dict)
+    scaling: Mapping[str, Any] = field(default_factory=dict)
 
 
 ATTENTION_BIAS = {"attention_bias": "attn_q"}  # of ``GgufForm.biases``

@@ -25,6 +25,7 @@ from weft.models.family import FULL, SLIDING
 from weft.models.gguf_codes import FORMS, unpack
 from weft.models.gguf_header import GgufTensor, read_header
 from weft.models.quant_config import GGUF, StoredWeights
+from weft.models.spec import CheckpointLayout
 from weft.models.weight_files import split_files
 
 _LAYER_NAMES = {
@@ -40,6 +41,13 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate_inp": "mlp.gate",
+}
+# Of whole tensors.
+_LAYER_NAMES |= {
+    "attn_sinks.weight": "self_attn.sinks",
+    "ffn_gate_exps.bias": "mlp.experts.gate_proj_bias",
+    "ffn_up_exps.bias": "mlp.experts.up_proj_bias",
+    "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
 }
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 _POST_NORM_NAMES = {
@@ -78,9 +86,12 @@ class GgufFile:
         self._arch = str(self._fields.get("general.architecture"))
         family = GGUF_FAMILIES.get(self._arch)
         if family is None or family.gguf is None:
+            remedy = f"supported: {', '.join(GGUF_FAMILIES)}"
+            if self._arch == "gptoss":  # of Ollama, whose tensors have other names
+                remedy = "take one that llama.cpp has made, such as ggml-org/gpt-oss-20b-GGUF"
             raise UnsupportedModelError(
                 f"{path.name}: architecture '{self._arch}' is not supported in GGUF files; "
-                f"supported: {', '.join(GGUF_FAMILIES)}",
+                f"{remedy}",
                 param="general.architecture",
             )
         self._architecture, self._form = family.architecture, family.gguf
@@ -119,7 +130,18 @@ class GgufFile:
         if self._form.post_norms:
             names = {**names, **_POST_NORM_NAMES}
         names = {**names, **self._form.names}
-        return {f"{home}.{names.get(part, part)}.{kind}": tensor}
+        name = names.get(f"{part}.{kind}") or f"{names.get(part, part)}.{kind}"
+        return {f"{home}.{name}": tensor}
+
+    def layout(self, layout: CheckpointLayout) -> CheckpointLayout:
+        """Return how a family's checkpoints name tensors, with experts one by one, as here."""
+        return replace(
+            layout,
+            stacked_experts=False,
+            transposed_experts=False,
+            interleaved_experts=False,
+            split_expert_bias=True,
+        )
 
     def config(self) -> dict[str, Any]:
         """Return the metadata as the ``config.json`` of the same model.
@@ -201,7 +223,10 @@ class GgufFile:
         if kind == "yarn":
             original = found.positive("rope.scaling.original_context_length")
             scaling["original_max_position_embeddings"] = original
-        return {"rope_scaling": scaling}
+            for name in ("beta_fast", "beta_slow"):
+                if (given := found.optional_number(f"rope.scaling.yarn_{name}")) is not None:
+                    scaling[name] = given
+        return {"rope_scaling": {**scaling, **self._form.scaling}}
 
     def _layer_types(
         self, found: ConfigReader, values: Mapping[str, Any], layers: int

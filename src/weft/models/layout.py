@@ -392,8 +392,14 @@ def _experts(spec: ModelSpec, layer: LayerSpec, stacked: bool) -> Iterator[Param
         yield Parameter("expert_down", down, tuple(single))
     if spec.moe.expert_bias:
         order = _alternating(spec, gate_up)
-        piece = Piece(f"{home}.gate_up_proj_bias", gate_up[:2], axis=1, pairs=order)
-        yield Parameter("expert_gate_up_bias", gate_up[:2], (piece,))
+        pieces = [Piece(f"{home}.gate_up_proj_bias", gate_up[:2], axis=1, pairs=order)]
+        if spec.layout.split_expert_bias:
+            sides = {"gate_proj_bias": slice(0, size), "up_proj_bias": slice(size, 2 * size)}
+            pieces = [
+                Piece(f"{home}.{name}", (count, size), (slice(0, count), to))
+                for name, to in sides.items()
+            ]
+        yield Parameter("expert_gate_up_bias", gate_up[:2], tuple(pieces))
         yield whole("expert_down_bias", f"{home}.down_proj_bias", down[:2])
     if not spec.moe.beside_mlp:
         yield from _router(spec, spec.moe)

@@ -244,6 +244,7 @@ class CheckpointLayout:
     stacked_experts: bool = False  # those of a layer are always one tensor
     transposed_experts: bool = False  # of these tensors floats are stored as [E, inputs, outputs]
     interleaved_experts: bool = False  # and their gates alternate with what they multiply
+    split_expert_bias: bool = False  # biases of gates and of what they multiply are two tensors
     correction_row: bool = False  # a correction bias is stored as [1, E]
     rotated_by_pairs: bool = False  # of rows of Q and K neighbours are rotated together
     decay_column: bool = False  # A_log of decays by channel is stored as [1, 1, Hv, 1]
