@@ -16,6 +16,20 @@ typedef column column_at __attribute__((aligned(4), may_alias));
 inline column columns(const float* p) { return *reinterpret_cast<const column_at*>(p); }
 inline void put(float* p, column v) { *reinterpret_cast<column_at*>(p) = v; }
 
+// A line that is written whole need not be read first.
+inline void put_away(float* p, column v) {
+#if defined(__AVX512F__)
+  _mm512_stream_ps(p, (__m512)v);
+#elif defined(__AVX2__)
+  vec halves[2];
+  __builtin_memcpy(halves, &v, sizeof v);
+  _mm256_stream_ps(p, (__m256)halves[0]);
+  _mm256_stream_ps(p + W, (__m256)halves[1]);
+#else
+  put(p, v);
+#endif
+}
+
 inline vec numbers(DType type, const char* row, int64_t i) {
   return type == DType::f32 ? read<DType::f32>(row + 4 * i) : read<DType::bf16>(row + 2 * i);
 }
@@ -80,14 +94,19 @@ void forget(DType type, const char* times, const float* bias, float decay, float
   forget_as<DType::bf16>(times, bias, decay, floor, size, out);
 }
 
-template <bool by_channel>
-void step_as(float* slab, int64_t key_dim, const DeltaToken& token) {
+template <bool by_channel, bool away>
+void step_as(const float* from, float* to, int64_t key_dim, const DeltaToken& token) {
+  const auto write = [&](int64_t i, column row) {
+    if constexpr (!away) return put(to + i * kSlab, row);
+    __builtin_prefetch(from + (key_dim + i) * kSlab);  // the next slab, which mostly comes next
+    put_away(to + i * kSlab, row);
+  };
   const float* const read_by = by_channel ? token.decayed : token.k;
   constexpr int64_t sums = 4;  // as many of each as hide the latency of an addition
   column by_key[sums] = {}, by_query[sums] = {};
   for (int64_t i = 0; i < key_dim; i += sums) {
     for (int64_t j = 0; j < sums; ++j) {
-      const column row = columns(slab + (i + j) * kSlab);
+      const column row = columns(from + (i + j) * kSlab);
       by_key[j] += row * read_by[i + j];
       by_query[j] += row * token.q[i + j];
     }
@@ -98,21 +117,28 @@ void step_as(float* slab, int64_t key_dim, const DeltaToken& token) {
     const column delta = (columns(token.v) - key) * token.rate;
     put(token.out, query + delta * token.product);
     for (int64_t i = 0; i < key_dim; ++i) {
-      put(slab + i * kSlab, columns(slab + i * kSlab) * token.decays[i] + delta * token.k[i]);
+      write(i, columns(from + i * kSlab) * token.decays[i] + delta * token.k[i]);
     }
   } else {
     const float g = token.decay;
     const column delta = (columns(token.v) - key * g) * token.rate;
     put(token.out, query * g + delta * token.product);
     for (int64_t i = 0; i < key_dim; ++i) {
-      put(slab + i * kSlab, columns(slab + i * kSlab) * g + delta * token.k[i]);
+      write(i, columns(from + i * kSlab) * g + delta * token.k[i]);
     }
   }
 }
 
-void step(float* slab, int64_t key_dim, const DeltaToken& token) {
-  if (token.decays != nullptr) return step_as<true>(slab, key_dim, token);
-  step_as<false>(slab, key_dim, token);
+void step(const float* from, float* to, int64_t key_dim, bool away, const DeltaToken& token) {
+  away = away && reinterpret_cast<uintptr_t>(to) % (4 * kSlab) == 0;
+  const auto run = [&]<bool by_channel>() {
+    if (!away) return step_as<by_channel, false>(from, to, key_dim, token);
+    step_as<by_channel, true>(from, to, key_dim, token);
+#if defined(__AVX2__)
+    _mm_sfence();
+#endif
+  };
+  token.decays != nullptr ? run.template operator()<true>() : run.template operator()<false>();
 }
 
 template <DType type, bool by_sigmoid>

@@ -54,8 +54,9 @@ struct DeltaKernels {
   void (*normalise)(float* row, int64_t size, float scale);
   float (*dot)(const float* a, const float* b, int64_t size);
   // With S [key_dim][kSlab]: delta = beta (v - g S^T k), out = g S^T q + (k q) delta,
-  // S = g S + k delta^T. By channel g is a diagonal matrix.
-  void (*step)(float* slab, int64_t key_dim, const DeltaToken& token);
+  // S = g S + k delta^T, written where S was or elsewhere. By channel g is a diagonal matrix. Away:
+  // nobody reads S soon, so that its lines need not be read before they are written.
+  void (*step)(const float* from, float* to, int64_t key_dim, bool away, const DeltaToken& token);
   // out[i] = exp(decay softplus(t[i])), or with a floor exp(floor sigmoid(-decay t[i])), where t is
   // the sum of times and bias; decay and floor are below 0.
   void (*forget)(DType type, const char* times, const float* bias, float decay, float floor,

@@ -23,6 +23,8 @@ struct Prepared {
   std::vector<float> out;       // [T, values]
 };
 
+alignas(64) constexpr float kZeros[kMostKeys * kSlab] = {};
+
 class Advance {
  public:
   Advance(const DeltaShape& shape, const DeltaWeights& weights, const DeltaStates& states,
@@ -145,24 +147,23 @@ class Advance {
     const DeltaKernels& kernels = *chosen_isa().delta;
     const int64_t dim = shape_.key_dim, size = dim * kSlab, all = shape_.matrices();
     alignas(64) float matrix[kMostKeys * kSlab];
-    if (batch_.reads[row] < 0) {
-      std::memset(matrix, 0, size * sizeof(float));
-    } else {
-      const float* const from = states_.matrices + batch_.reads[row] * all + slab * size;
-      std::memcpy(matrix, from, size * sizeof(float));
-    }
-    const auto write = [&](int64_t slot) {
-      std::memcpy(states_.matrices + slot * all + slab * size, matrix, size * sizeof(float));
-    };
+    const auto place = [&](int64_t slot) { return states_.matrices + slot * all + slab * size; };
+    const int64_t end = batch_.bounds[row + 1], read = batch_.reads[row];
+    float* const written = place(batch_.writes[row]);
+    const float* from = read < 0 ? kZeros : place(read);
+    if (batch_.bounds[row] == end) std::memcpy(written, from, size * sizeof(float));
     const int64_t heads = shape_.value_heads, each = heads / shape_.key_heads;
     const int64_t head = slab / (shape_.value_dim / kSlab);
     size_t mark = first_mark_[row];
-    for (int64_t token = batch_.bounds[row]; token < batch_.bounds[row + 1]; ++token) {
+    // The first token is read from a slot and the last one written to one, in one pass each.
+    for (int64_t token = batch_.bounds[row]; token < end; ++token) {
       const float* const mixed = made_.mixed.data() + token * shape_.channels();
       const float* const q = mixed + head / each * dim;
+      const bool marked = mark < first_mark_[row + 1] && batch_.marks[mark].token == token;
+      float* const to = token == end - 1 ? written : matrix;
       const int64_t at = token * heads + head;
       const bool by_channel = shape_.by_channel;
-      kernels.step(matrix, dim,
+      kernels.step(from, to, dim, to == written && !marked,
                    {by_channel ? decayed(false) + at * dim : q, q + shape_.keys(),
                     mixed + 2 * shape_.keys() + slab * kSlab, made_.products[at],
                     by_channel ? 0.0f : made_.decays[at], made_.rates[at],
@@ -170,10 +171,10 @@ class Advance {
                     by_channel ? made_.decays.data() + at * dim : nullptr,
                     by_channel ? decayed(true) + at * dim : nullptr});
       for (; mark < first_mark_[row + 1] && batch_.marks[mark].token == token; ++mark) {
-        write(batch_.marks[mark].slot);
+        std::memcpy(place(batch_.marks[mark].slot), to, size * sizeof(float));
       }
+      from = to;
     }
-    write(batch_.writes[row]);
   }
 
   void finish(int64_t token) {
