@@ -15,7 +15,7 @@ def test_describe_names_every_op() -> None:
     assert ops.describe()["paged_attention"] == "reference"
     others = {"names", "batch_invariant", "fused", "ranks", "tuning", "lanes", "link"}
     others |= {"pack", "quantise", "computes", "packed", "isa", "await_answer", "whole_norm"}
-    others |= {"heads", "delta"}
+    others |= {"heads", "delta", "conv", "mamba2"}
     assert set(ops.describe()) == set(vars(ops)) - others
 
 

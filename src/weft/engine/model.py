@@ -345,8 +345,10 @@ def describe_kernels(config: EngineConfig, model: Model) -> dict[str, dict[str, 
             found[op]["kv_dtype"] = config.kv_name(model.dtype)
         if ops.tuning is not None:
             found[op]["tuning"] = ops.tuning.source if op in TUNED else "fixed"
-    if model.spec.states is not None:
-        found["delta"] = {"kernel": ops.names["gate"], "dtype": "float32"}
+    for kind in sorted(
+        {layer.state.kind for layer in model.spec.layers if layer.state is not None}
+    ):
+        found[kind] = {"kernel": ops.names["gate"], "dtype": "float32"}
     if model.host is not None:
         found["host_moe"] = {"kernel": model.host.ops.names["moe"], "dtype": model.dtype}
     layers = describe_layers(model.rank_spec, ops, ranks)
