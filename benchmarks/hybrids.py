@@ -4,9 +4,18 @@
 
 The first part times the native kernel of the gated delta rule in sizes of real models, one layer at
 a time on one thread over states that no cache holds, in turns with a copy of as many bytes: by
-processor time, as other work on the machine would count else. The second one plays the same
-conversations, several at once, to a small random hybrid and to a model of attention alone that is
-as large, and compares the share of prompt tokens that came from the prefix cache.
+processor time, as other work on the machine would count else.
+
+The bound of a token is memory: it reads the state of all layers once and writes it once, 2 x 62.8
+MiB of Qwen3.6-35B-A3B, as a copy of it does. At B bytes a second that takes 2 x 62.8 MiB / B: 6.6
+ms at 20 GB/s, about what one core of the machine of the results moves. Arithmetic, 6 operations a
+number, is a tenth of that. Beside the matrices a layer reads its weights and last inputs of the
+convolution, and its gates.
+
+The second part times the step of a random hybrid of 1.0 billion parameters as one native call, in
+turns with its ops one by one. The third one plays the same conversations, several at once, to a
+small random hybrid and to a model of attention alone that is as large, and compares the share of
+prompt tokens that came from the prefix cache.
 """
 
 from __future__ import annotations
@@ -18,21 +27,31 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 
+from experts import random_weights
 from weft import LLM, SamplingParams
 from weft.core.results import check_output, write_json
 from weft.core.topology import this_machine
 from weft.engine.machine import cpu_name
-from weft.exec.store import host_memory
+from weft.exec.attend import bind_stack, forward_recurrent
+from weft.exec.states import StateStore
+from weft.exec.store import KVStore
 from weft.kernels.cpu import attention
 from weft.kernels.cpu.delta import CpuDelta
 from weft.kernels.delta import DeltaParts, DeltaShape, LayerStates, StateBatch
+from weft.kernels.interface import AttentionMetadata, OpTable
+from weft.kernels.ops import select_ops
+from weft.models.decoder import Decoder
 from weft.models.hub import resolve_model
-from weft.models.layout import parameters
+from weft.models.layout import num_parameters, parameters
+from weft.models.spec import ModelSpec
 from weft.models.spec_reader import spec_from_config
 
 # Recurrent layers, and their heads: those that the configurations of the models state.
@@ -40,7 +59,6 @@ MODELS = {
     "Qwen3.6-35B-A3B": (30, DeltaShape(16, 32, 128, 128, 4)),
     "Qwen3.6-27B": (48, DeltaShape(16, 48, 128, 128, 4)),
 }
-BANDWIDTH_LAYERS = 8  # whose states take turns, so that they come from memory
 COMMON = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -68,6 +86,19 @@ LARGE = HYBRID | {
     "linear_value_head_dim": 128,
 }
 ATTENTION = COMMON | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+BILLION = HYBRID | {
+    "vocab_size": 32768,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 8,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+CONTEXT, BLOCK = 128, 16  # of the steps of that
 
 
 def random_folder(config: dict, folder: Path) -> Path:
@@ -83,8 +114,11 @@ def random_folder(config: dict, folder: Path) -> Path:
     return folder
 
 
-def time_kernel(shape: DeltaShape, rounds: int) -> dict[str, float]:
-    """Seconds of a layer for a token, for a prompt of 512, and for a copy of a state's bytes."""
+def time_kernel(layers: int, shape: DeltaShape, rounds: int) -> dict[str, float]:
+    """Seconds of a layer for a token, for a prompt of 512, and for a copy of a state's bytes.
+
+    The layers take turns, and each time reads what it has written the time before.
+    """
     draw = np.random.default_rng(0)
 
     def floats(*sizes: int) -> np.ndarray:
@@ -99,17 +133,17 @@ def time_kernel(shape: DeltaShape, rounds: int) -> dict[str, float]:
         1e-6,
     )
     delta = CpuDelta(parts)
-    slots = 2 * BANDWIDTH_LAYERS
-    sizes = (shape.matrix, shape.kept_inputs)
-    states = LayerStates(*(host_memory((slots, *size), "float32") for size in sizes))
-    for array in states:
-        array[:] = 0.1  # of zeros nobody has written, all pages would be one, in the cache
+    slots = 2 * layers
+    states = LayerStates(
+        floats(slots, *shape.matrix),
+        floats(slots, *shape.kept_inputs),
+    )
     none = np.zeros((0, 2), np.int32)
 
     def run(tokens: int, turn: int) -> float:
         x = floats(tokens, shape.channels + shape.values)
         gates = floats(tokens, 2 * shape.value_heads)
-        read, write = 2 * (turn % BANDWIDTH_LAYERS), 2 * (turn % BANDWIDTH_LAYERS) + 1
+        read, write = places(turn)
         bounds, where = np.array([0, tokens], np.int32), np.array([read], np.int32)
         batch = StateBatch(bounds, where, np.array([write], np.int32), none)
         began = time.thread_time()
@@ -117,18 +151,71 @@ def time_kernel(shape: DeltaShape, rounds: int) -> dict[str, float]:
         return time.thread_time() - began
 
     def copy(turn: int) -> float:
-        place = 2 * (turn % BANDWIDTH_LAYERS)
+        read, write = places(turn)
         began = time.thread_time()
-        np.copyto(states.matrices[place + 1], states.matrices[place])
+        np.copyto(states.matrices[write], states.matrices[read])
         return time.thread_time() - began
+
+    def places(turn: int) -> tuple[int, int]:
+        pair, odd = 2 * (turn % layers), turn // layers % 2
+        return pair + odd, pair + 1 - odd
 
     found: dict[str, list[float]] = {"token": [], "prompt": [], "copy": []}
     for turn in range(rounds):
         found["token"].append(run(1, turn))
-        found["copy"].append(copy(turn))
+        found["copy"].append(copy(turn + layers // 2))
         if turn % 20 == 0:
             found["prompt"].append(run(512, turn))
     return {name: statistics.median(seconds) for name, seconds in found.items()}
+
+
+def step_of(spec: ModelSpec, weights: dict[str, Any], ops: OpTable) -> Callable[[], None]:
+    """What computes the next token of one row, from the state that the step before has written."""
+    decoder = Decoder(spec, weights, ops)
+    blocks = CONTEXT // BLOCK
+    store = KVStore(spec.kv_groups, [blocks], BLOCK, "bfloat16")
+    store.states = StateStore(spec, 2)
+    forward = forward_recurrent(decoder, store, bind_stack(decoder, store))
+    last = np.array([CONTEXT - 1])
+    bounds, none = np.array([0, 1], np.int32), np.zeros((0, 2), np.int32)
+    batch = AttentionMetadata(
+        block_tables=np.arange(blocks, dtype=np.int32)[None],
+        query_start=bounds,
+        seq_lens=np.array([CONTEXT], np.int32),
+        slot_mapping=last,
+        block_size=BLOCK,
+    )
+    slots, draw = [np.array([slot], np.int32) for slot in (0, 1)], np.random.default_rng(1)
+
+    def step() -> None:
+        slots.reverse()
+        ids = draw.integers(0, spec.vocab_size, 1)
+        decoder.logits(forward(ids, last, [batch], StateBatch(bounds, *slots, none)))
+
+    return step
+
+
+def time_steps(quantize: str, rounds: int) -> dict[str, Any]:
+    """Seconds of a step as one call and op by op, in turns, and the median of their ratios."""
+    spec, native = spec_from_config(BILLION), select_ops("cpu", "bfloat16", "cpu")
+    weights = random_weights(native, quantize, spec)
+    steps = {
+        "one call": step_of(spec, weights, native),
+        "op by op": step_of(spec, weights, replace(native, fused=None)),
+    }
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(rounds + 2):
+        for name, step in steps.items():
+            began = time.process_time()
+            step()
+            if turn >= 2:
+                times[name].append(time.process_time() - began)
+    pairs = zip(times["op by op"], times["one call"], strict=True)
+    return {
+        "billion_parameters": num_parameters(spec) / 1e9,
+        "ms": {name: 1e3 * statistics.median(seconds) for name, seconds in times.items()},
+        "op_by_op_over_one_call": statistics.median(many / one for many, one in pairs),
+    }
 
 
 def play(folder: Path, kv_memory: int, seed: int) -> float:
@@ -166,14 +253,17 @@ def main() -> None:
     attention.set_threads(1, [], [])
     kernels = {}
     for name, (layers, shape) in MODELS.items():
-        seconds = time_kernel(shape, given.rounds)
+        seconds = time_kernel(layers, shape, given.rounds)
         kernels[name] = {
             "state_mib": layers * shape.state_bytes / 2**20,
             "ms_a_token": 1e3 * layers * seconds["token"],
             "ms_a_prompt_token": 1e3 * layers * seconds["prompt"] / 512,
             "ms_of_a_copy": 1e3 * layers * seconds["copy"],
+            "token_over_copy": seconds["token"] / seconds["copy"],
         }
         print(name, json.dumps(kernels[name]))
+    steps = {name: time_steps(name, given.rounds // 4) for name in ("none", "int4")}
+    print(json.dumps(steps))
     hits = []
     with tempfile.TemporaryDirectory() as home:
         hybrid = random_folder(HYBRID, Path(home) / "hybrid")
@@ -188,7 +278,8 @@ def main() -> None:
     if given.output:
         machine = f"{cpu_name()}, {this_machine().describe()}"
         command = f"python {' '.join(['benchmarks/hybrids.py', *sys.argv[1:]])}"
-        result = {"command": command, "machine": machine, "kernels": kernels, "hits": hits}
+        result = {"command": command, "machine": machine, "kernels": kernels}
+        result |= {"steps": steps, "hits": hits}
         write_json(given.output, result)
 
 

@@ -80,7 +80,9 @@ class PagedRunner:
         self._stack = None
         if bound:
             self._stack = decoder.bind(
-                [g.keys for g in self.groups], [g.values for g in self.groups]
+                [g.keys for g in self.groups],
+                [g.values for g in self.groups],
+                None if self._states is None else self._states.layers,
             )
             assert self._stack is not None
 
@@ -95,9 +97,11 @@ class PagedRunner:
             for i in range(len(tokens))
         ]
         positions = self._wrap(np.array(places, np.int64))
+        states = self._state_batch(rows, starts)
         if self._stack is None:
-            attend = self._attend(batches, self._state_batch(rows, starts))
-            hidden = self.decoder.forward(ids, positions, attend)
+            hidden = self.decoder.forward(ids, positions, self._attend(batches, states))
+        elif states is not None:
+            hidden = self._stack.run_recurrent(ids, positions, batches, states)
         else:
             hidden = self._stack.run(ids, positions, batches)
         for start, (name, tokens) in zip(starts, rows, strict=True):

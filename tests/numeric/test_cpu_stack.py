@@ -8,11 +8,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import (
-    ATTENTIVE,
     CASES,
+    RECURRENT,
+    STACKED,
     build,
     likeliest_by_reference,
     prompt,
@@ -23,10 +25,12 @@ from paged import PagedRunner
 from torch import Tensor
 
 from depth import deep
+from weft.kernels.arrays import to_numpy
 from weft.kernels.cpu import attention
 from weft.kernels.cpu.layer import CpuLayer
 from weft.kernels.cpu.matrix import CpuMatrix
 from weft.kernels.cpu.stack import CpuStack
+from weft.kernels.delta import LayerStates, StateBatch
 from weft.kernels.ops import select_ops
 from weft.kernels.parts import (
     Biases,
@@ -43,7 +47,7 @@ from weft.models.fused import describe_layers
 from weft.models.layout import storage_of
 from weft.models.loader import load_model
 
-EXTRAS = [name for name in ATTENTIVE if "moe" in name or "gemma4" in name]
+EXTRAS = [n for n in STACKED if "moe" in n or "gemma4" in n or n in RECURRENT]
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +83,7 @@ def steps(runner: PagedRunner) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("folder", ATTENTIVE, indirect=True)
+@pytest.mark.parametrize("folder", STACKED, indirect=True)
 @pytest.mark.parametrize(
     ("dtype", "quantize"),
     [
@@ -129,7 +133,7 @@ print(*result.token_ids)
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3-moe", "gemma4-shared-kv", "gemma4-moe-key-is-value", "glm4-moe"]
+    "name", ["qwen3-moe", "gemma4-shared-kv", "gemma4-moe-key-is-value", "glm4-moe", "qwen3-next"]
 )
 def test_an_engine_needs_no_torch_for_it(tmp_path, name) -> None:
     model = build(name)
@@ -224,3 +228,54 @@ def test_per_layer_inputs_that_do_not_fit_are_an_error() -> None:
     ):
         with pytest.raises(ValueError, match="per-layer inputs"):
             CpuStack(replace(parts, inputs=replace(inputs, **changes)))
+
+
+@pytest.mark.parametrize("folder", ["qwen3-next"], indirect=True)
+def test_recurrent_layers_without_slots_that_fit_are_refused(folder) -> None:
+    """And nothing is written: the step may be computed with those that do."""
+    decoder = load(folder, "float32")
+    runner = PagedRunner(decoder, bound=True)
+    stack, states = runner._stack, runner._states
+    assert isinstance(stack, CpuStack)
+    assert states is not None
+    ids, positions = np.array([3, 4]), np.arange(2)
+    batches = [runner._batch(group, [("a", [3, 4])], [0]) for group in runner.groups]
+    with pytest.raises(ValueError, match="need the slots"):
+        stack.run(ids, positions, batches)
+    none = np.zeros((0, 2), np.int32)
+    for bounds, reads, writes, words in (
+        ([0, 2], [-1], [128], "beyond"),
+        ([0, 2], [5], [5], "written and read"),
+        ([0, 1], [-1], [0], "cover"),
+        ([0, 1, 2], [-1, -1], [0, 0], "written twice"),
+    ):
+        given = (np.array(part, np.int32) for part in (bounds, reads, writes))
+        with pytest.raises(ValueError, match=words):
+            stack.run_recurrent(ids, positions, batches, StateBatch(*given, none))
+    assert all(np.isnan(to_numpy(part)).all() for layer in states.layers.values() for part in layer)
+    few = LayerStates(*(part[:1] for part in states.layers[0]))
+    recurrent, attending = decoder._fused[0], decoder._fused[3]
+    for layer, wrong, words in (
+        (recurrent, few, "equal numbers of slots"),
+        (recurrent, LayerStates(few.matrices, few.matrices), "expected"),
+        (attending, states.layers[0], "attends"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            stack.add_recurrent(layer, wrong)
+    with pytest.raises(ValueError, match="run it in a stack"):
+        recurrent.pre(*[torch.zeros(1, decoder.spec.hidden_size)] * 3)
+    plain = CpuStack(StackParts(torch.ones(9, 16), 1.0, torch.ones(16), 1e-6, norm_plus_one=False))
+    with pytest.raises(ValueError, match="no layer of the stack"):
+        plain.run_recurrent(ids, positions, [], StateBatch(none, none, none, none))
+    assert decoder.bind([], []) is None
+
+
+def test_a_kind_of_state_that_the_stack_does_not_know_stays_op_by_op(tmp_path) -> None:
+    name = "qwen3.5"
+    path = save(build(name), tmp_path)
+    ops = select_ops("cpu", "float32", "cpu")
+    assert ops.fused is not None
+    ops = replace(ops, fused=replace(ops.fused, mixes=lambda _: False))
+    decoder = load_model(path, "float32", CASES[name].max_model_len, ops)
+    assert describe_layers(decoder.spec, ops) == "op by op, 1 of 4 fused"
+    assert decoder.bind([], [], {0: LayerStates(None, None)}) is None

@@ -10,7 +10,13 @@ from typing import TypeAlias, cast
 from weft.exec.store import KVStore
 from weft.kernels.arrays import Array
 from weft.kernels.delta import StateBatch
-from weft.kernels.interface import AttentionMetadata, FusedStack, PaddedLane, PaddedStack
+from weft.kernels.interface import (
+    AttentionMetadata,
+    FusedStack,
+    PaddedLane,
+    PaddedStack,
+    RecurrentStack,
+)
 from weft.models.decoder import Attend, Decoder
 
 Forward: TypeAlias = Callable[[Array, Array, Seq[AttentionMetadata]], Array]
@@ -35,7 +41,8 @@ def bind_stack(decoder: Decoder, store: KVStore, *, padded: bool = False) -> Fus
     fused = decoder.ops.fused
     if fused is None or (padded and not fused.padded):
         return None
-    return decoder.bind(store.keys, store.values)
+    states = None if store.states is None else store.states.layers
+    return decoder.bind(store.keys, store.values, states)
 
 
 def forward_over(decoder: Decoder, store: KVStore, stack: FusedStack | None) -> Forward:
@@ -49,11 +56,15 @@ def forward_over(decoder: Decoder, store: KVStore, stack: FusedStack | None) -> 
     return forward
 
 
-def forward_recurrent(decoder: Decoder, store: KVStore) -> RecurrentForward:
-    """Return the forward pass of a model with recurrent layers; see ``bind_forward``.
+def forward_recurrent(
+    decoder: Decoder, store: KVStore, stack: FusedStack | None
+) -> RecurrentForward:
+    """Return the forward pass of a model with recurrent layers; see ``forward_over``.
 
     It also takes the states that the rows read and write.
     """
+    if stack is not None:
+        return cast("RecurrentStack", stack).run_recurrent
 
     def forward(
         ids: Array, positions: Array, groups: Seq[AttentionMetadata], states: StateBatch

@@ -83,7 +83,7 @@ class EagerExecutor:
         self.tier = tier
         stack = bind_stack(decoder, store)
         self._compute = forward_over(decoder, store, stack)
-        self._recur = None if store.states is None else forward_recurrent(decoder, store)
+        self._recur = None if store.states is None else forward_recurrent(decoder, store, stack)
         self._table = table
         self._leases = bind_leases(decoder, stack, table, store.block_size) if resident else None
         self._wrap = (lambda array: array) if decoder.on_numpy else to_torch

@@ -152,9 +152,12 @@ def bind_leases(
 ) -> LeasedSteps | None:
     """Bind the resident loop to an executor's rows, and to its model and KV by ``stack``.
 
-    None where the model does not run as one native call.
+    None where the model does not run as one native call, or has states, which the loop does not
+    advance.
     """
     head = decoder.lm_head
+    if decoder.spec.states is not None:
+        return None
     if not isinstance(stack, CpuStack) or not isinstance(head, CpuMatrix):
         return None
     loop = CpuDecodeLoop(

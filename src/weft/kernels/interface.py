@@ -10,7 +10,7 @@ from weft.kernels.advance import Advance
 from weft.kernels.arrays import Array
 from weft.kernels.collectives import ALONE, ONE_STAGE, Collectives, Link
 from weft.kernels.conv import BindConv
-from weft.kernels.delta import BindDelta
+from weft.kernels.delta import BindDelta, LayerStates, StateBatch
 from weft.kernels.hosted import AwaitAnswer, await_answer
 from weft.kernels.lanes import LaneOps
 from weft.kernels.mamba2 import BindMamba2
@@ -282,6 +282,20 @@ class FusedStack(Protocol):
     def run(self, ids: Array, positions: Array, groups: Sequence[AttentionMetadata]) -> Array: ...
 
 
+class RecurrentStack(FusedStack, Protocol):
+    """A whole forward pass with recurrent layers; see ``cpu.stack.CpuStack``."""
+
+    def add_recurrent(self, layer: Any, states: LayerStates) -> None: ...
+
+    def run_recurrent(
+        self,
+        ids: Array,
+        positions: Array,
+        groups: Sequence[AttentionMetadata],
+        states: StateBatch,
+    ) -> Array: ...
+
+
 class PaddedLane(Protocol):
     """A batch on its way through the layers of a stack, or of a model without one.
 
@@ -325,6 +339,8 @@ class Fused:
         described: a readable description of how a model runs if all its layers are bound.
         every_layer: also layers that read another one's KV and those with the extras of Gemma 4
             are bound.
+        mixes: whether recurrent layers of a shape are bound; if any are, ``stack`` is a
+            ``RecurrentStack``.
         padded: ``stack`` takes batches with padding and ragged tables; it is a ``PaddedStack``.
         hosted: experts may be ``HostedExperts``.
     """
@@ -333,6 +349,7 @@ class Fused:
     stack: Callable[[StackParts], FusedStack]
     described: str
     every_layer: bool = False
+    mixes: Callable[[Any], bool] = lambda _: False
     padded: bool = False
     hosted: bool = False
 

@@ -239,7 +239,13 @@ def _native_ops(dtype: str, weights: Mapping[str, str]) -> OpTable:
         quantise=matrix.quantised,
         computes=matrix.computes,
         packed=PackedMatrices(matrix.layout, matrix.CpuMatrix.mapped),
-        fused=Fused(layer.CpuLayer, stack.CpuStack, "all in one native call", every_layer=True),
+        fused=Fused(
+            layer.CpuLayer,
+            stack.CpuStack,
+            "all in one native call",
+            every_layer=True,
+            mixes=delta.stacks,
+        ),
         batch_invariant=True,
         names={
             "rms_norm": "cpu",

@@ -123,18 +123,34 @@ class LatentParts:
 
 
 @dataclass(frozen=True)
+class MixedParts:
+    """What takes attention's place in a recurrent layer, as ``OpTable`` bound it.
+
+    Attributes:
+        mixer: such as a ``kernels.delta.DeltaLayer``.
+        inputs: numbers of a token that it mixes, which ``qkv`` gives.
+        gates: numbers of the gates of its state, which ``state_gates`` gives; 0: it has none.
+    """
+
+    mixer: Any
+    inputs: int
+    gates: int
+
+
+@dataclass(frozen=True)
 class LayerParts:
     """A layer: its shape and its weights.
 
     Attributes:
         matrices: ``qkv`` and ``output``; ``output_gate`` of what that reads; ``gate_up`` and
             ``down`` of an MLP; ``router`` of experts; ``input_gate`` and ``input_projection`` of a
-            layer with per-layer inputs.
+            layer with per-layer inputs; ``state_gates`` of a recurrent layer.
         experts: in place of the MLP; beside it as routed ones beside shared ones; or, where what
             the MLP gives has a norm, with norms of their own (Gemma 4).
         scalar: [1], multiplies what leaves the layer.
         latent: of a layer with latent attention, whose ``qkv`` gives queries, or their latent, and
             the row that all heads share.
+        mixed: of a recurrent layer, whose heads are those that its mixer gives.
     """
 
     shape: LayerShape
@@ -144,6 +160,7 @@ class LayerParts:
     experts: RoutedExperts | None = None
     scalar: Array | None = None
     latent: LatentParts | None = None
+    mixed: MixedParts | None = None
 
 
 @dataclass(frozen=True)
@@ -207,10 +224,13 @@ def check_parts(parts: LayerParts) -> None:
     if parts.latent is not None:
         qkv = parts.latent.query_rows() + dim
         attended = heads * int(parts.latent.value_up[0].shape[0])
+    if parts.mixed is not None:
+        qkv = parts.mixed.inputs
     wanted = {
         "qkv": (qkv, hidden),
         "output": (hidden, attended),
         "output_gate": (_gates(parts), hidden),
+        "state_gates": (0 if parts.mixed is None else parts.mixed.gates, hidden),
         "gate_up": (2 * size, hidden),
         "down": (hidden, size),
         "router": (router, hidden),
@@ -262,6 +282,7 @@ def _check_complete(parts: LayerParts) -> None:
         "qkv": True,
         "output": True,
         "output_gate": parts.shape.gating is not None,
+        "state_gates": parts.mixed is not None and parts.mixed.gates > 0,
         "gate_up": "down" in given or "experts" not in given or beside,
         "down": "gate_up" in given,
         "router": "experts" in given,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from weft.kernels.arrays import (
 )
 from weft.kernels.collectives import ByRows
 from weft.kernels.delta import LayerStates, StateBatch
-from weft.kernels.interface import FusedStack, OpTable, Weight
+from weft.kernels.interface import FusedStack, OpTable, RecurrentStack, Weight
 from weft.kernels.parts import LayerInputs, StackParts
 from weft.models.fused import fuse
 from weft.models.latent import expand_latent, project_latent
@@ -89,16 +89,18 @@ class Decoder:
         self.per_layer_embedding = weights.get("per_layer_embed")  # [V', L * P]
         self.per_layer_projection = weights.get("per_layer_projection")  # [L * P, C]
         self.per_layer_norm = weights.get("per_layer_norm")  # [P]
-        self._fused = tuple(
-            fuse(spec, layer, layer_weights, ops)
-            for layer, layer_weights in zip(spec.layers, self.layers, strict=True)
-        )
-        self._sinks = tuple(
-            None if layer.sinks is None else as_float32(layer.sinks) for layer in self.layers
-        )
         self._mixers = tuple(
             bind_state(spec, layer, layer_weights, ops)
             for layer, layer_weights in zip(spec.layers, self.layers, strict=True)
+        )
+        self._fused = tuple(
+            fuse(spec, layer, layer_weights, ops, mixer)
+            for layer, layer_weights, mixer in zip(
+                spec.layers, self.layers, self._mixers, strict=True
+            )
+        )
+        self._sinks = tuple(
+            None if layer.sinks is None else as_float32(layer.sinks) for layer in self.layers
         )
         self._frequencies = tuple(
             from_numpy(self._norm, inverse_frequencies(rope)) for rope in spec.ropes
@@ -201,16 +203,24 @@ class Decoder:
             residual = concatenate((residual, later.reshape(len(residual), -1)), 1)
         self.ops.link.send(contiguous(residual))
 
-    def bind(self, keys: Caches, values: Caches) -> FusedStack | None:
+    def bind(
+        self, keys: Caches, values: Caches, states: Mapping[int, LayerStates] | None = None
+    ) -> FusedStack | None:
         """Bind the model to an executor's caches, by KV group and layer of the group.
+
+        Args:
+            states: by the number of a recurrent layer; a model with any is a ``RecurrentStack``.
 
         The result's ``run`` is ``forward`` with nothing but paged attention between the layers, and
         gives the very same bits on a CPU. None if there is a layer that does not run as two fused
-        calls, which no CPU has, or several processes compute the model.
+        calls, which on a CPU are recurrent ones of some kinds, or a recurrent one without states,
+        or several processes compute the model.
         """
         if self.ops.fused is None or None in self._fused or self.ops.processes > 1:
             return None
-        spec = self.spec
+        spec, states = self.spec, states or {}
+        if spec.states is not None and not states:
+            return None
         inputs = None
         if self.per_layer_embedding is not None:
             assert self.per_layer_norm is not None
@@ -232,6 +242,9 @@ class Decoder:
             stack.add_rope(frequencies, rope.attention_factor, scales, rope.query_step)
         for number, (kind, layer) in enumerate(zip(spec.layers, self._fused, strict=True)):
             assert layer is not None
+            if kind.state is not None:
+                cast("RecurrentStack", stack).add_recurrent(layer, states[number])
+                continue
             at = spec.attention(number)
             caches = (keys[at.group][at.index], values[at.group][at.index])
             stack.add_layer(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from weft.kernels.delta import DeltaShape
 from weft.kernels.hosted import HostedExperts
 from weft.kernels.interface import Fused, FusedLayer, OpTable
 from weft.kernels.parts import (
@@ -10,15 +13,16 @@ from weft.kernels.parts import (
     LatentParts,
     LayerParts,
     LayerShape,
+    MixedParts,
     Norms,
     RoutedExperts,
 )
-from weft.models.layers import LayerWeights
+from weft.models.layers import LayerWeights, StateLayer
 from weft.models.spec import LayerSpec, ModelSpec
 
 MATRICES = (
     *("qkv", "output", "output_gate", "gate_up", "down", "router"),
-    *("input_gate", "input_projection"),
+    *("input_gate", "input_projection", "state_gates"),
 )
 
 
@@ -27,7 +31,9 @@ def fusable(spec: ModelSpec, layer: LayerSpec, fused: Fused, ranks: int = 1) -> 
 
     Norms over the heads of all ranks have a sum over ranks in the middle.
     """
-    if layer.state is not None or (ranks > 1 and spec.qk_norm_whole):
+    if ranks > 1 and (layer.state is not None or spec.qk_norm_whole):
+        return False
+    if layer.state is not None and not fused.mixes(layer.state.shape):
         return False
     if spec.activation in UNGATED or not layer.has_feed_forward:
         return False
@@ -62,9 +68,17 @@ def describe_layers(spec: ModelSpec, ops: OpTable, ranks: int = 1) -> str:
 
 
 def fuse(
-    spec: ModelSpec, layer: LayerSpec, weights: LayerWeights, ops: OpTable
+    spec: ModelSpec,
+    layer: LayerSpec,
+    weights: LayerWeights,
+    ops: OpTable,
+    mixer: StateLayer | None = None,
 ) -> FusedLayer | None:
-    """Bind a layer's weights, as ``ops`` packed them; None if it runs op by op."""
+    """Bind a layer's weights, as ``ops`` packed them; None if it runs op by op.
+
+    Args:
+        mixer: what takes attention's place in a recurrent layer.
+    """
     if ops.fused is None or not fusable(spec, layer, ops.fused, ops.ranks.size):
         return None
     if isinstance(weights.expert_down, HostedExperts) and not ops.fused.hosted:
@@ -117,5 +131,13 @@ def fuse(
             weights.key_up,
             weights.value_up,
         )
-    parts = LayerParts(shape, matrices, norms, biases, experts, weights.layer_scalar, latent)
+    mixed = None
+    if layer.state is not None:
+        sizes = layer.state.shape
+        assert isinstance(sizes, DeltaShape)
+        mixed = MixedParts(mixer, sizes.channels + sizes.values, sizes.value_heads + sizes.decays)
+        shape = replace(
+            shape, heads=sizes.value_heads, kv_heads=0, head_dim=sizes.value_dim, gating=None
+        )
+    parts = LayerParts(shape, matrices, norms, biases, experts, weights.layer_scalar, latent, mixed)
     return ops.fused.layer(parts)

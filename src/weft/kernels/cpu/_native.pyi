@@ -35,22 +35,6 @@ def isa() -> str: ...
 def machine_isas() -> list[str]: ...
 def isas() -> list[str]: ...
 def use_isa(isa: str) -> None: ...
-def advance_delta(
-    shape: tuple[int, ...],
-    weights: tuple[int, ...],
-    epsilon: float,
-    sigmoid: bool,
-    floor: float,
-    matrices: int,
-    inputs: int,
-    bounds: NDArray[np.int32],
-    reads: NDArray[np.int32],
-    writes: NDArray[np.int32],
-    marks: NDArray[np.int32],
-    x: _View,
-    gates: _View,
-    out: int,
-) -> None: ...
 def advance_conv(
     shape: tuple[int, ...],
     weights: tuple[int, ...],
@@ -76,6 +60,32 @@ def advance_mamba2(
     gates: _View,
     out: int,
 ) -> None: ...
+
+class Mixer:
+    def advance(
+        self,
+        matrices: int,
+        inputs: int,
+        bounds: NDArray[np.int32],
+        reads: NDArray[np.int32],
+        writes: NDArray[np.int32],
+        marks: NDArray[np.int32],
+        x: _View,
+        gates: _View,
+        out: int,
+        /,
+    ) -> None: ...
+
+class Delta(Mixer):
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        weights: tuple[int, ...],
+        epsilon: float,
+        sigmoid: bool,
+        floor: float,
+        /,
+    ) -> None: ...
 
 layout_version: int
 
@@ -239,6 +249,8 @@ class Layer:
     centred: bool
     parallel: bool
     own_query_angles: bool
+    state_gates: Matrix
+    mixer: Mixer
     router: Matrix
     experts: Experts
     routing: Routing
@@ -309,6 +321,7 @@ class Stack:
         sinks: _View | None,
         /,
     ) -> None: ...
+    def add_recurrent(self, layer: Layer, matrices: int, inputs: int, slots: int, /) -> None: ...
     def add_inputs(
         self,
         table: _View,
@@ -326,6 +339,19 @@ class Stack:
         positions: int,
         tokens: int,
         groups: list[tuple[_View, _View, _View, _View, int]],
+        hidden: int,
+        /,
+    ) -> None: ...
+    def run_recurrent(
+        self,
+        ids: int,
+        positions: int,
+        tokens: int,
+        groups: list[tuple[_View, _View, _View, _View, int]],
+        bounds: NDArray[np.int32],
+        reads: NDArray[np.int32],
+        writes: NDArray[np.int32],
+        marks: NDArray[np.int32],
         hidden: int,
         /,
     ) -> None: ...

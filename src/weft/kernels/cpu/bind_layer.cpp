@@ -138,6 +138,8 @@ void bind_layer(nb::module_& m) {
       .def_rw("centred", &Layer::centred)
       .def_rw("parallel", &Layer::parallel)
       .def_rw("own_query_angles", &Layer::own_query_angles)
+      .def_rw("state_gates", &Layer::state_gates)
+      .def_rw("mixer", &Layer::mixer)
       .def_prop_rw(
           "gating", [](const Layer& layer) { return static_cast<int>(layer.gating); },
           [](Layer& layer, int value) { layer.gating = static_cast<weft::Gating>(value); })

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bind.hpp"
+#include "bind_states.hpp"
 #include "lane.hpp"
 #include "stack.hpp"
 
@@ -40,6 +41,15 @@ void add_layer(Stack& stack, const weft::Layer& layer, int64_t rope, int64_t gro
   if (sinks) stack.layers.back().sinks = tensor_of("sinks", *sinks);
 }
 
+void add_recurrent(Stack& stack, const weft::Layer& layer, uintptr_t matrices, uintptr_t inputs,
+                   int64_t slots) {
+  weft::StackLayer added{};
+  added.layer = &layer;
+  added.states = {reinterpret_cast<float*>(matrices), reinterpret_cast<float*>(inputs)};
+  stack.layers.push_back(added);
+  stack.state_slots = slots;
+}
+
 std::vector<weft::GroupBatch> batches_of(nb::list groups) {
   std::vector<weft::GroupBatch> batches;
   for (const auto item : groups) {
@@ -64,6 +74,16 @@ void run(const Stack& stack, uintptr_t ids, uintptr_t positions, int64_t tokens,
   const nb::gil_scoped_release released;
   weft::run_stack(stack, tokens_of(ids, positions, tokens), batches, nullptr,
                   reinterpret_cast<char*>(hidden));
+}
+
+void run_recurrent(const Stack& stack, uintptr_t ids, uintptr_t positions, int64_t tokens,
+                   nb::list groups, Ints bounds, Ints reads, Ints writes, Ints marks,
+                   uintptr_t hidden) {
+  const auto batches = batches_of(groups);
+  const weft::DeltaBatch states = state_batch_of(bounds, reads, writes, marks);
+  const nb::gil_scoped_release released;
+  weft::run_stack(stack, tokens_of(ids, positions, tokens), batches, nullptr,
+                  reinterpret_cast<char*>(hidden), &states);
 }
 
 int64_t run_carrying(const Stack& stack, uintptr_t ids, uintptr_t positions, int64_t tokens,
@@ -161,6 +181,8 @@ void bind_stack(nb::module_& m) {
       .def("add_rope", &add_rope)
       .def("add_layer", &add_layer)
       .def("add_inputs", &add_inputs)
+      .def("add_recurrent", &add_recurrent)
       .def("run", &run)
+      .def("run_recurrent", &run_recurrent)
       .def("run_carrying", &run_carrying);
 }

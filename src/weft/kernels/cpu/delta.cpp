@@ -30,6 +30,12 @@ inline void put_away(float* p, column v) {
 #endif
 }
 
+void settle() {
+#if defined(__AVX2__)
+  _mm_sfence();
+#endif
+}
+
 inline vec numbers(DType type, const char* row, int64_t i) {
   return type == DType::f32 ? read<DType::f32>(row + 4 * i) : read<DType::bf16>(row + 2 * i);
 }
@@ -38,19 +44,22 @@ inline float root(float x) { return 1.0f / __builtin_sqrtf(x); }
 
 // Sizes are multiples of 16, so of W.
 void convolve(const float* weights, const TapInput* inputs, int64_t taps, int64_t channels,
-              float* out) {
-  for (int64_t c = 0; c < channels; c += W) {
+              int64_t first, int64_t size, float* out) {
+  for (int64_t i = 0; i < size; i += W) {
+    const int64_t c = first + i;
     vec sum{};
     for (int64_t tap = 0; tap < taps; ++tap) {
       if (inputs[tap].numbers == nullptr) continue;
       sum += load(weights + tap * channels + c) * numbers(inputs[tap].type, inputs[tap].numbers, c);
     }
-    store(out + c, sum * sigmoid(sum));
+    store(out + i, sum * sigmoid(sum));
   }
 }
 
-void widen(const TapInput& from, int64_t size, float* out) {
-  for (int64_t i = 0; i < size; i += W) store(out + i, numbers(from.type, from.numbers, i));
+void widen(const TapInput& from, int64_t first, int64_t size, float* out) {
+  for (int64_t i = 0; i < size; i += W) {
+    store(out + i, numbers(from.type, from.numbers, first + i));
+  }
 }
 
 float dot(const float* a, const float* b, int64_t size) {
@@ -96,11 +105,6 @@ void forget(DType type, const char* times, const float* bias, float decay, float
 
 template <bool by_channel, bool away>
 void step_as(const float* from, float* to, int64_t key_dim, const DeltaToken& token) {
-  const auto write = [&](int64_t i, column row) {
-    if constexpr (!away) return put(to + i * kSlab, row);
-    __builtin_prefetch(from + (key_dim + i) * kSlab);  // the next slab, which mostly comes next
-    put_away(to + i * kSlab, row);
-  };
   const float* const read_by = by_channel ? token.decayed : token.k;
   constexpr int64_t sums = 4;  // as many of each as hide the latency of an addition
   column by_key[sums] = {}, by_query[sums] = {};
@@ -113,6 +117,10 @@ void step_as(const float* from, float* to, int64_t key_dim, const DeltaToken& to
   }
   const column key = (by_key[0] + by_key[1]) + (by_key[2] + by_key[3]);
   const column query = (by_query[0] + by_query[1]) + (by_query[2] + by_query[3]);
+  const auto write = [&](int64_t i, column row) {
+    if constexpr (away) return put_away(to + i * kSlab, row);
+    put(to + i * kSlab, row);
+  };
   if constexpr (by_channel) {
     const column delta = (columns(token.v) - key) * token.rate;
     put(token.out, query + delta * token.product);
@@ -129,16 +137,13 @@ void step_as(const float* from, float* to, int64_t key_dim, const DeltaToken& to
   }
 }
 
-void step(const float* from, float* to, int64_t key_dim, bool away, const DeltaToken& token) {
-  away = away && reinterpret_cast<uintptr_t>(to) % (4 * kSlab) == 0;
+void step(const float* from, float* to, int64_t key_dim, const DeltaToken& token, bool away) {
+  const bool aligned = reinterpret_cast<uintptr_t>(to) % (4 * kSlab) == 0;
   const auto run = [&]<bool by_channel>() {
-    if (!away) return step_as<by_channel, false>(from, to, key_dim, token);
-    step_as<by_channel, true>(from, to, key_dim, token);
-#if defined(__AVX2__)
-    _mm_sfence();
-#endif
+    if (away && aligned) return step_as<by_channel, true>(from, to, key_dim, token);
+    step_as<by_channel, false>(from, to, key_dim, token);
   };
-  token.decays != nullptr ? run.template operator()<true>() : run.template operator()<false>();
+  token.decays == nullptr ? run.template operator()<false>() : run.template operator()<true>();
 }
 
 template <DType type, bool by_sigmoid>
@@ -167,6 +172,6 @@ void gate(DType type, bool by_sigmoid, const float* x, const float* weight, cons
 
 extern const DeltaKernels WEFT_NAME(delta_kernels_, WEFT_ISA);
 const DeltaKernels WEFT_NAME(delta_kernels_, WEFT_ISA) = {convolve, widen, normalise, dot,
-                                                          step, forget, gate};
+                                                          step, settle, forget, gate};
 
 }  // namespace weft

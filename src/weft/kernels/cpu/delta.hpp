@@ -45,18 +45,20 @@ struct DeltaToken {
 };
 
 struct DeltaKernels {
-  // out[c] = silu(sum of weights[tap][c] * inputs[tap][c]).
+  // out[c] = silu(sum of weights[tap][c] * inputs[tap][c]), for `size` channels from `first` on of all.
   void (*convolve)(const float* weights, const TapInput* inputs, int64_t taps, int64_t channels,
-                   float* out);
-  // out[i] = from[i].
-  void (*widen)(const TapInput& from, int64_t size, float* out);
+                   int64_t first, int64_t size, float* out);
+  // out[i] = from[first + i].
+  void (*widen)(const TapInput& from, int64_t first, int64_t size, float* out);
   // row *= scale / sqrt(sum of squares + 1e-6).
   void (*normalise)(float* row, int64_t size, float scale);
   float (*dot)(const float* a, const float* b, int64_t size);
   // With S [key_dim][kSlab]: delta = beta (v - g S^T k), out = g S^T q + (k q) delta,
-  // S = g S + k delta^T, written where S was or elsewhere. By channel g is a diagonal matrix. Away:
-  // nobody reads S soon, so that its lines need not be read before they are written.
-  void (*step)(const float* from, float* to, int64_t key_dim, bool away, const DeltaToken& token);
+  // S = g S + k delta^T, which is read from one place and written to another, or to the same. By
+  // channel g is a diagonal matrix. `away`: past the caches, as nobody reads it soon; other threads
+  // see it after `settle`.
+  void (*step)(const float* from, float* to, int64_t key_dim, const DeltaToken& token, bool away);
+  void (*settle)();
   // out[i] = exp(decay softplus(t[i])), or with a floor exp(floor sigmoid(-decay t[i])), where t is
   // the sum of times and bias; decay and floor are below 0.
   void (*forget)(DType type, const char* times, const float* bias, float decay, float floor,
@@ -93,12 +95,29 @@ struct DeltaBatch {
   std::span<const DeltaMark> marks;        // by token
 };
 
-// Computes all rows of a batch. No row may read a slot that another one writes.
+// What takes attention's place in a recurrent layer of a stack, of any kind.
+class Mixer {
+ public:
+  virtual ~Mixer() = default;
+  // Computes all rows of a batch. No row may read a slot that another one writes.
+  //
+  // x: [T, N] what the layer mixes; gates: [T, M] in the type of x, those of the states;
+  // out: [T, values] in the type of x.
+  virtual void advance(const DeltaStates& states, const DeltaBatch& batch, const Tensor& x,
+                       const Tensor& gates, char* out) const = 0;
+};
+
+// The gated delta rule. Nothing is owned.
 //
 // x: [T, channels + values] what the convolution reads, then the gates of the norm;
-// gates: [T, value_heads + decays] in the type of x: of beta, then of the decay;
-// out: [T, values] in the type of x.
-void advance_delta(const DeltaShape& shape, const DeltaWeights& weights, const DeltaStates& states,
-                   const DeltaBatch& batch, const Tensor& x, const Tensor& gates, char* out);
+// gates: [T, value_heads + decays]: of beta, then of the decay.
+struct Delta final : Mixer {
+  Delta(const DeltaShape& shape, const DeltaWeights& weights) : shape(shape), weights(weights) {}
+  void advance(const DeltaStates& states, const DeltaBatch& batch, const Tensor& x,
+               const Tensor& gates, char* out) const override;
+
+  const DeltaShape shape;
+  const DeltaWeights weights;
+};
 
 }  // namespace weft

@@ -6,7 +6,7 @@ import numpy as np
 
 from weft.kernels.arrays import Array, address, dense_rows, dtype_name, empty, view
 from weft.kernels.cpu import _native
-from weft.kernels.cpu.slots import as_floats, checked_slots
+from weft.kernels.cpu.slots import StateShape, as_floats, checked_slots
 from weft.kernels.delta import DeltaParts, DeltaShape, LayerStates, StateBatch
 
 SLAB, MOST_KEYS, MOST_TAPS = 16, 256, 16  # the constants of delta.hpp
@@ -24,11 +24,20 @@ def refusal(shape: DeltaShape) -> str:
     return ""
 
 
+def stacks(shape: StateShape) -> bool:
+    """Whether a stack computes the recurrent layers of a shape: two products and this mixer."""
+    return isinstance(shape, DeltaShape) and not shape.by_channel
+
+
 class CpuDelta:
     """A layer by the gated delta rule; see ``reference_delta.ReferenceDelta``.
 
     Matrices lie in slabs of 16 columns, [Hv][Dv / 16][Dk][16], each of which one thread takes
     through all tokens of a row.
+
+    Attributes:
+        shape: the layer's sizes.
+        native: for a stack.
     """
 
     def __init__(self, parts: DeltaParts) -> None:
@@ -39,11 +48,18 @@ class CpuDelta:
         """
         if why := refusal(parts.shape):
             raise ValueError(f"no kernel for {why}")
-        self._shape, self._eps = parts.shape, parts.norm_eps
+        self.shape = shape = parts.shape
         decay = -np.exp(as_floats(parts.decay))
         conv = np.ascontiguousarray(as_floats(parts.conv).T)  # [K, channels]
         self._weights = (conv, decay, as_floats(parts.bias), as_floats(parts.norm))
-        self._sigmoid, self._floor = parts.gating == "sigmoid", parts.floor or 0.0
+        sizes = (
+            shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, shape.taps,
+            shape.by_channel,
+        )  # fmt: skip
+        self.native = _native.Delta(
+            sizes, tuple(address(weight) for weight in self._weights), parts.norm_eps,
+            parts.gating == "sigmoid", parts.floor or 0.0,
+        )  # fmt: skip
 
     def __call__(self, x: Array, gates: Array, states: LayerStates, batch: StateBatch) -> Array:
         """Return [T, Hv, Dv], and write the states of all rows.
@@ -51,7 +67,7 @@ class CpuDelta:
         Raises:
             ValueError: shapes, dtypes or slots do not fit; nothing has been written then.
         """
-        shape, tokens = self._shape, len(x)
+        shape, tokens = self.shape, len(x)
         name = dtype_name(x.dtype)
         wide = (tokens, shape.channels + shape.values)
         if tuple(x.shape) != wide or name not in ("float32", "bfloat16"):
@@ -62,13 +78,7 @@ class CpuDelta:
         x, gates = dense_rows(x), dense_rows(gates)
         slots = checked_slots(shape, states, batch, tokens)
         out = empty(x, (tokens, shape.value_heads, shape.value_dim))
-        sizes = (
-            shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, shape.taps,
-            shape.by_channel,
-        )  # fmt: skip
-        _native.advance_delta(
-            sizes, tuple(address(weight) for weight in self._weights), self._eps,
-            self._sigmoid, self._floor,
+        self.native.advance(
             address(states.matrices), address(states.inputs), *slots,
             view("x", x), view("gates", gates), address(out),
         )  # fmt: skip

@@ -2,7 +2,9 @@
 
 #include "layer.hpp"
 
+#include <array>
 #include <cstring>
+#include <span>
 
 #include "dispatch.hpp"
 #include "phases.hpp"
@@ -89,6 +91,48 @@ void layer_pre(const Layer& layer, const char* residual, int64_t tokens, const f
   }
   phases.add(project.items(), [&](int64_t item) { project.run(kernels, item); });
   phases.add_tokens(tokens, [&](int64_t token) { heads.finish(token, out.row(token)); });
+  phases.run(worth_sharing(work_of(*layer.qkv, tokens)));
+}
+
+void recurrent_pre(const Layer& layer, const char* residual, int64_t tokens, char* mixed,
+                   char* gates) {
+  static thread_local KeptMemory kept;
+  const PanelKernels& kernels = *chosen_isa().panel;
+  const DType type = layer.type();
+  const int64_t hidden = layer.qkv->inputs();
+  const Rows in = rows_of(residual, hidden, type);
+  const auto product_of = [&](const Matrix* matrix, const void* bias, char* out) {
+    return Multiplication{.matrix = matrix, .bias = bias, .x = {}, .residual = {},
+                          .out = rows_of(out, matrix->outputs(), type), .rows = tokens,
+                          .out_type = type};
+  };
+  std::array<Multiplication, 2> both{product_of(layer.qkv, layer.qkv_bias, mixed)};
+  if (layer.state_gates != nullptr) both[1] = product_of(layer.state_gates, nullptr, gates);
+  const std::span products(both.data(), layer.state_gates == nullptr ? 1 : 2);
+  for (Multiplication& product : products) product.cut(shared_pool().threads());
+  kept.lay_out([&](Slices& slices) {
+    const Rows x = layer.input_norm == nullptr ? in : slices.rows(tokens, hidden, type);
+    for (Multiplication& product : products) {
+      product.round_into(slices.take(product.round_bytes()));
+      product.x = x;
+    }
+  });
+  const Rows x = both[0].x;
+  Phases phases;
+  phases.add_tokens(tokens, [&](int64_t token) {
+    if (layer.input_norm != nullptr) {
+      kernels.norm(type, {layer.input_norm, layer.epsilon, layer.centred}, in.row(token), nullptr,
+                   x.row(token), hidden);
+    }
+    for (const Multiplication& product : products) {
+      if (product.rounds()) product.round_row(token);
+    }
+  });
+  const int64_t first = both[0].items(), all = first + (products.size() > 1 ? both[1].items() : 0);
+  phases.add(all, [&](int64_t item) {
+    if (item < first) return both[0].run(kernels, item);
+    both[1].run(kernels, item - first);
+  });
   phases.run(worth_sharing(work_of(*layer.qkv, tokens)));
 }
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "delta.hpp"
 #include "experts.hpp"
 #include "matrix.hpp"
 
@@ -66,6 +67,10 @@ struct Layer {
   bool value_norm = false;    // values are normalised, without a weight
   float residual_scale = 1;   // multiplies what attention and MLP or experts add
   const Latent* latent = nullptr;  // then qkv gives queries, or their latent, and the row
+  // Of a recurrent layer, whose `qkv` gives what the mixer mixes, without norms and rotation of
+  // heads; it gives `heads` of `head_size`.
+  const Mixer* mixer = nullptr;
+  const Matrix* state_gates = nullptr;  // [M, hidden], the gates of its state, where it has any
   float epsilon = 0, post_epsilon = 0;  // post: of the norms after attention and MLP or experts
   bool centred = false;       // norms subtract the mean first
   bool parallel = false;      // the MLP reads the residual that attention reads
@@ -75,7 +80,9 @@ struct Layer {
   Gating gating = Gating::sigmoid;  // of `output_gate`
 
   DType type() const { return qkv->type(); }
-  int64_t columns() const { return (heads + 2 * kv_heads) * head_size; }
+  int64_t columns() const {
+    return mixer != nullptr ? qkv->outputs() : (heads + 2 * kv_heads) * head_size;
+  }
 };
 
 // All rows are contiguous and of the layer's type; cos and sin are [tokens, half].
@@ -87,6 +94,9 @@ void layer_pre(const Layer& layer, const char* residual, int64_t tokens, const f
 // The same of a layer with latent attention: of its absorbed queries, and twice of the row.
 void latent_pre(const Layer& layer, const char* residual, int64_t tokens, const float* cos,
                 const float* sin, int64_t half, char* qkv);
+// Norm and products of a recurrent layer: what it mixes [tokens, columns], and the gates of its state
+// [tokens, M], which are not written where it has none.
+void recurrent_pre(const Layer& layer, const char* residual, int64_t tokens, char* mixed, char* gates);
 // Output projection, MLP and experts, norms and sums, the token's own input: out [tokens, hidden]
 // is the new residual. It may be the old one's memory.
 //

@@ -23,7 +23,12 @@ from weft.kernels.parts import LatentParts, LayerParts, LayerShape, RoutedExpert
 
 
 class CpuLayer:
-    """Native ``pre`` and ``post`` of one layer, bound to its weights."""
+    """Native ``pre`` and ``post`` of one layer, bound to its weights.
+
+    Attributes:
+        native: for the stack.
+        mixer: of a recurrent layer; else None.
+    """
 
     def __init__(self, parts: LayerParts) -> None:
         """Bind a layer; its ``gate_up`` is packed as a gated matrix, and so are those of experts.
@@ -56,6 +61,9 @@ class CpuLayer:
             self.native.scalar = float(parts.scalar[0])
         if parts.latent is not None:
             self._bind_latent(parts.latent)
+        self.mixer = None if parts.mixed is None else parts.mixed.mixer
+        if self.mixer is not None:
+            self.native.mixer = self.mixer.native
         self._bind_shape(shape)
 
     def _bind_latent(self, latent: LatentParts) -> None:
@@ -133,7 +141,8 @@ class CpuLayer:
                 of keys first, of a layer whose queries have angles of their own.
 
         Raises:
-            ValueError: shapes or dtypes do not fit.
+            ValueError: shapes or dtypes do not fit, or the layer is recurrent: only a stack
+                computes what precedes its mixer.
         """
         self.check(residual, cos, sin)
         tokens, shape, half = residual.shape[0], self._shape, cos.shape[1]
@@ -183,6 +192,8 @@ class CpuLayer:
 
     def check(self, residual: Array, cos: Array, sin: Array) -> None:
         """Raise ValueError if ``pre`` cannot take these."""
+        if self.mixer is not None:
+            raise ValueError("a recurrent layer has neither queries nor angles; run it in a stack")
         tokens, half = self._rows(residual), cos.shape[1]
         if (
             cos.shape != (tokens, half)

@@ -183,7 +183,7 @@ class Mamba2 {
       if (from.numbers == nullptr) {
         std::fill_n(to, shape_.channels(), 0.0f);
       } else {
-        chosen_isa().delta->widen(from, shape_.channels(), to);
+        chosen_isa().delta->widen(from, 0, shape_.channels(), to);
       }
     }
   }

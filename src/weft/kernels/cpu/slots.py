@@ -14,7 +14,9 @@ NO_SLOT = -1
 Slots = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]
 
 
-class _Shape(Protocol):
+class StateShape(Protocol):
+    """What the states of a layer consist of."""
+
     @property
     def matrix(self) -> tuple[int, int]: ...
 
@@ -22,7 +24,17 @@ class _Shape(Protocol):
     def kept_inputs(self) -> tuple[int, int]: ...
 
 
-def checked_slots(shape: _Shape, states: LayerStates, batch: StateBatch, tokens: int) -> Slots:
+def check_states(shape: StateShape, states: LayerStates) -> None:
+    """Raise ValueError if the states of a layer do not have its shape."""
+    slots = len(states.inputs)
+    wanted = ((slots, *shape.matrix), (slots, *shape.kept_inputs))
+    if tuple(tuple(part.shape) for part in states) != wanted or any(
+        dtype_name(part.dtype) != "float32" for part in states
+    ):
+        raise ValueError(f"states of {[list(p.shape) for p in states]}: expected {wanted}")
+
+
+def checked_slots(shape: StateShape, states: LayerStates, batch: StateBatch, tokens: int) -> Slots:
     """Return bounds, reads, writes and marks of a batch of so many tokens as dense arrays.
 
     Raises:
@@ -30,12 +42,8 @@ def checked_slots(shape: _Shape, states: LayerStates, batch: StateBatch, tokens:
     """
     given = (batch.bounds, batch.reads, batch.writes, batch.marks)
     bounds, reads, writes, marks = (np.ascontiguousarray(to_numpy(x), np.int32) for x in given)
+    check_states(shape, states)
     slots, rows = len(states.inputs), len(reads)
-    wanted = ((slots, *shape.matrix), (slots, *shape.kept_inputs))
-    if tuple(tuple(part.shape) for part in states) != wanted or any(
-        dtype_name(part.dtype) != "float32" for part in states
-    ):
-        raise ValueError(f"states of {[list(p.shape) for p in states]}: expected {wanted}")
     counts = np.diff(bounds)
     if bounds.shape != (rows + 1,) or writes.shape != (rows,) or marks.shape[1:] != (2,):
         raise ValueError(f"{rows} rows, but {len(bounds)} bounds and {len(writes)} writes")

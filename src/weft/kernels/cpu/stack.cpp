@@ -3,6 +3,7 @@
 #include "stack.hpp"
 
 #include <algorithm>
+#include <stdexcept>
 #include <vector>
 
 #include "dispatch.hpp"
@@ -14,7 +15,7 @@ namespace {
 
 // Memory that a thread keeps from step to step: fresh one would be faulted in page by page.
 struct Kept {
-  Lines<char> residual, inputs, looked_up, qkv, attended;
+  Lines<char> residual, inputs, looked_up, qkv, state_gates, attended;
   std::vector<Lines<float>> angles;  // cos and then sin of each rope
 };
 
@@ -121,8 +122,8 @@ namespace {
 class Pass {
  public:
   Pass(const Stack& stack, const StackTokens& own, std::span<const GroupBatch> groups,
-       const Carry* carry, Kept& kept)
-      : stack_(stack), own_(own), groups_(groups), carry_(carry), kept_(kept),
+       const Carry* carry, const DeltaBatch* states, Kept& kept)
+      : stack_(stack), own_(own), groups_(groups), carry_(carry), states_(states), kept_(kept),
         type_(stack.layers.front().layer->type()),
         width_(stack.layers.front().layer->qkv->inputs()),
         row_bytes_(width_ * size_of(type_)),
@@ -163,7 +164,11 @@ class Pass {
     const Layer& layer = *stacked.layer;
     const int64_t size = layer.head_size, wide = layer.heads * size;
     char* attended = fit(kept_.attended, room_ * wide * size_of(type_));
-    if (rows() > 0) attend(index, attended);
+    if (layer.mixer != nullptr) {
+      if (rows() > 0) mix(index, attended);
+    } else if (rows() > 0) {
+      attend(index, attended);
+    }
     if (carry_ != nullptr) {
       carried_ = {};
       if (!carry_->limits.empty()) {
@@ -196,10 +201,27 @@ class Pass {
     weft::attend(stacked, groups_[stacked.group], projected(layer, qkv, 0, own), attended);
   }
 
+  void mix(size_t index, char* mixed) {
+    const StackLayer& stacked = stack_.layers[index];
+    const Layer& layer = *stacked.layer;
+    const auto rows_in = [this](const char* name, Lines<char>& memory, int64_t columns) {
+      Tensor rows{name, fit(memory, room_ * columns * size_of(type_)), type_, 2};
+      rows.shape = {own_.tokens, columns};
+      rows.stride = {columns, 1};
+      return rows;
+    };
+    const int64_t gated = layer.state_gates == nullptr ? 0 : layer.state_gates->outputs();
+    const Tensor x = rows_in("x", kept_.qkv, layer.columns());
+    const Tensor gates = rows_in("gates", kept_.state_gates, gated);
+    recurrent_pre(layer, residual_, own_.tokens, x.as<char>(), gates.as<char>());
+    layer.mixer->advance(stacked.states, *states_, x, gates, mixed);
+  }
+
   const Stack& stack_;
   const StackTokens& own_;
   const std::span<const GroupBatch> groups_;
   const Carry* const carry_;
+  const DeltaBatch* const states_;
   Kept& kept_;
   const DType type_;
   const int64_t width_, row_bytes_;
@@ -212,9 +234,14 @@ class Pass {
 }  // namespace
 
 int64_t run_stack(const Stack& stack, const StackTokens& own, std::span<const GroupBatch> groups,
-                  const Carry* carry, char* hidden) {
+                  const Carry* carry, char* hidden, const DeltaBatch* states) {
+  if (stack.state_slots > 0 && (states == nullptr || carry != nullptr)) {
+    throw std::invalid_argument(states == nullptr
+                                    ? "recurrent layers need the slots that rows read and write"
+                                    : "rows are not carried through recurrent layers");
+  }
   thread_local Kept kept;
-  return Pass(stack, own, groups, carry, kept).run(hidden);
+  return Pass(stack, own, groups, carry, states, kept).run(hidden);
 }
 
 }  // namespace weft

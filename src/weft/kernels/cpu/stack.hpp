@@ -24,6 +24,7 @@ struct StackLayer {
   int64_t window;            // 0: none
   float softcap;             // 0: none
   std::optional<Tensor> sinks;
+  DeltaStates states{};      // of a recurrent layer, which has nothing of the above but itself
 };
 
 // What makes the input of a token to each layer: rows of a table, of the layers' type, and a product
@@ -48,6 +49,7 @@ struct Stack {
   const float* final_norm = nullptr; // [hidden], what is multiplied with
   float epsilon = 0;
   bool centred = false;              // norms subtract the mean first
+  int64_t state_slots = 0;           // of each recurrent layer
 };
 
 // Attention metadata of one KV group; see Attention.
@@ -65,8 +67,11 @@ struct StackTokens {
 // hidden [tokens + carried, hidden], normalised. Returns the number of carried rows that have come
 // through the last layer: those are `carry->rows.taken`. Throws std::out_of_range for an id outside
 // the vocabulary, else as paged_attention and MailboxClient do.
+//
+// `states`: what the rows of a model with recurrent layers read and write; without them, or with
+// rows to carry, such a model throws std::invalid_argument.
 int64_t run_stack(const Stack& stack, const StackTokens& own, std::span<const GroupBatch> groups,
-                  const Carry* carry, char* hidden);
+                  const Carry* carry, char* hidden, const DeltaBatch* states = nullptr);
 
 // ---- parts of a pass, for those that weave them in another order ----
 

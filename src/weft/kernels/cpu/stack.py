@@ -22,6 +22,8 @@ from weft.kernels.cpu import _native
 from weft.kernels.cpu._native import CarriedRows
 from weft.kernels.cpu.layer import CpuLayer
 from weft.kernels.cpu.matrix import CpuMatrix
+from weft.kernels.cpu.slots import StateShape, check_states, checked_slots
+from weft.kernels.delta import LayerStates, StateBatch
 from weft.kernels.interface import AttentionMetadata
 from weft.kernels.parts import LayerInputs, StackParts
 
@@ -47,6 +49,7 @@ class CpuStack:
         self.native = native
         self.dtype, self.width = dtype_name(parts.norm.dtype), len(parts.norm)
         self._kept: list[object] = [parts]
+        self._states: tuple[StateShape, LayerStates] | None = None  # of a recurrent layer
         if isinstance(parts.embedding, CpuMatrix):
             native.packed = parts.embedding.native
         else:
@@ -135,6 +138,25 @@ class CpuStack:
         )
         self._kept += [layer, keys, values, sinks]
 
+    def add_recurrent(self, layer: CpuLayer, states: LayerStates) -> None:
+        """Append a recurrent layer with its states by slot.
+
+        Raises:
+            ValueError: the layer attends, its states have another shape, or another layer has
+                more slots or fewer.
+        """
+        if layer.mixer is None:
+            raise ValueError("a layer that attends has no states")
+        check_states(layer.mixer.shape, states)
+        slots = len(states.inputs)
+        if self._states is not None and len(self._states[1].inputs) != slots:
+            raise ValueError(f"the layers of a stack have equal numbers of slots, not {slots} too")
+        self.native.add_recurrent(
+            layer.native, address(states.matrices), address(states.inputs), slots
+        )
+        self._states = layer.mixer.shape, states
+        self._kept += [layer, states]
+
     def run(self, ids: Array, positions: Array, groups: Sequence[AttentionMetadata]) -> Array:
         """Return the normalised hidden states [T, C].
 
@@ -151,6 +173,32 @@ class CpuStack:
         self.native.run(
             address(ids), address(positions), len(ids), attention_views(groups), address(hidden)
         )
+        return hidden
+
+    def run_recurrent(
+        self,
+        ids: Array,
+        positions: Array,
+        groups: Sequence[AttentionMetadata],
+        states: StateBatch,
+    ) -> Array:
+        """Run a model with recurrent layers; else as ``run``.
+
+        Args:
+            states: the slots that the rows read and write.
+
+        Raises:
+            ValueError: as ``run``; slots do not fit, and nothing has been written then.
+        """
+        if self._states is None:
+            raise ValueError("no layer of the stack is recurrent")
+        ids, positions = checked_tokens(ids, positions, 0)
+        slots = checked_slots(*self._states, states, len(ids))
+        hidden = empty(ids, (len(ids), self.width), self.dtype)
+        self.native.run_recurrent(
+            address(ids), address(positions), len(ids), attention_views(groups), *slots,
+            address(hidden),
+        )  # fmt: skip
         return hidden
 
     def run_carrying(
