@@ -2,15 +2,14 @@
 
     python benchmarks/hybrids.py --output benchmarks/results/hybrids.json
 
-The first part times the native kernel of the gated delta rule in sizes of real models, one layer at
-a time on one thread over states that no cache holds, in turns with a copy of as many bytes: by
-processor time, as other work on the machine would count else.
+The first part times the native kernel of the gated delta rule in sizes of real models, as a stack
+calls it, on one thread: all layers of a model take turns, as they do in its steps, and with each a
+copy of as many bytes. Times are the processor's, as other work on the machine would count else.
 
 The bound of a token is memory: it reads the state of all layers once and writes it once, 2 x 62.8
 MiB of Qwen3.6-35B-A3B, as a copy of it does. At B bytes a second that takes 2 x 62.8 MiB / B: 6.6
 ms at 20 GB/s, about what one core of the machine of the results moves. Arithmetic, 6 operations a
-number, is a tenth of that. Beside the matrices a layer reads its weights and last inputs of the
-convolution, and its gates.
+number, is a tenth of that.
 
 The second part times the step of a random hybrid of 1.0 billion parameters as one native call, in
 turns with its ops one by one. The third one plays the same conversations, several at once, to a
@@ -42,7 +41,8 @@ from weft.core.topology import this_machine
 from weft.engine.machine import cpu_name
 from weft.exec.attend import bind_stack, forward_recurrent
 from weft.exec.states import StateStore
-from weft.exec.store import KVStore
+from weft.exec.store import KVStore, host_memory
+from weft.kernels.arrays import address, view
 from weft.kernels.cpu import attention
 from weft.kernels.cpu.delta import CpuDelta
 from weft.kernels.delta import DeltaParts, DeltaShape, LayerStates, StateBatch
@@ -134,20 +134,20 @@ def time_kernel(layers: int, shape: DeltaShape, rounds: int) -> dict[str, float]
     )
     delta = CpuDelta(parts)
     slots = 2 * layers
-    states = LayerStates(
-        floats(slots, *shape.matrix),
-        floats(slots, *shape.kept_inputs),
-    )
+    sizes = ((slots, *shape.matrix), (slots, *shape.kept_inputs))
+    states = LayerStates(*(host_memory(size, "float32") for size in sizes))
+    for numbers in states:
+        numbers[:] = floats(*numbers.shape[1:])
     none = np.zeros((0, 2), np.int32)
 
     def run(tokens: int, turn: int) -> float:
         x = floats(tokens, shape.channels + shape.values)
         gates = floats(tokens, 2 * shape.value_heads)
-        read, write = places(turn)
-        bounds, where = np.array([0, tokens], np.int32), np.array([read], np.int32)
-        batch = StateBatch(bounds, where, np.array([write], np.int32), none)
+        slots = [np.array([slot], np.int32) for slot in places(turn)]
+        bounds, out = np.array([0, tokens], np.int32), np.empty((tokens, shape.values), np.float32)
+        views = view("x", x), view("gates", gates), address(out)
         began = time.thread_time()
-        delta(x, gates, states, batch)
+        delta.native.advance(*map(address, states), bounds, *slots, none, *views)
         return time.thread_time() - began
 
     def copy(turn: int) -> float:
