@@ -58,10 +58,14 @@ Store = Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]]
 @pytest.fixture(scope="module")
 def original(tmp_path_factory) -> Path:
     """A DeepSeek V3 in floats."""
+    return save_original(tmp_path_factory.mktemp("original"))
+
+
+def save_original(folder: Path) -> Path:
     config = transformers.DeepseekV3Config(**SIZES)
     model = transformers.DeepseekV3ForCausalLM(config).eval().requires_grad_(False)
     randomise(model, 0)
-    return save(model, tmp_path_factory.mktemp("original"))
+    return save(model, folder)
 
 
 def stored(

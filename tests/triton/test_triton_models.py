@@ -10,11 +10,14 @@ from checkpoints import CASES, build, prompt, save
 from mxfp4_checkpoint import save_in_mxfp4
 from paged import PagedRunner, Rows
 from ranks import greedy, tokens_of_processes
+from test_latent_codes import fine, save_original, stored
+from test_models_blocks import FINE
 
 import where
 from depth import deep_on_cpu
 from weft.kernels import float8
 from weft.kernels.ops import select_ops
+from weft.kernels.triton.coded_matrix import CodedMatrix
 from weft.kernels.unavailable import KernelUnavailable
 from weft.models.fused import fusable
 from weft.models.layout import storage_of
@@ -96,6 +99,23 @@ def test_experts_in_mxfp4_are_those_of_plain_torch(tmp_path) -> None:
         truth, found = (torch.cat(runner.step(rows)) for runner in runners)
         assert truth.std() > 0.3
         assert (found - truth).abs().max() < TOLERANCE
+
+
+@deep_on_cpu
+def test_latent_attention_in_fp8_blocks_is_that_of_plain_torch(tmp_path) -> None:
+    """What K and V are made of is floats, as its heads cut through blocks; all else keeps codes."""
+    folder = tmp_path / "stored"
+    folder.mkdir()
+    stored(save_original(tmp_path / "original"), folder, FINE, fine)
+    plain, decoder = (
+        load_model(folder, "float32", None, select_ops(device, "float32", kernels))
+        for device, kernels in (("cpu", "reference"), (str(DEVICE), "triton"))
+    )
+    assert isinstance(decoder.layers[1].qkv, CodedMatrix)
+    runners = PagedRunner(plain), PagedRunner(decoder, bound=True)
+    for rows in STEPS:
+        truth, found = (torch.cat(runner.step(rows)) for runner in runners)
+        assert (found - truth).norm() < 1e-4 * truth.norm()
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", pytest.param("qwen3-moe", marks=deep_on_cpu)])
