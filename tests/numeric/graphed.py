@@ -186,10 +186,11 @@ def load_on_tensors(*given: Any, ops: OpTable, **more: Any) -> Decoder:
         return to_torch(packed) if isinstance(packed, np.ndarray) else packed
 
     more["kept"] = None  # mapped weights are not packed, and so no tensors
-    delta = ops.delta
+    delta, fused = ops.delta, ops.fused
     if delta is not None and ops.describe()["paged_attention"] != "triton":
         delta = without_padded_states(delta)
-    return load_model(*given, ops=replace(ops, pack=pack, delta=delta), **more)
+        fused = fused and replace(fused, mixes=lambda _: False)  # of layers that are not wrapped
+    return load_model(*given, ops=replace(ops, pack=pack, delta=delta, fused=fused), **more)
 
 
 def around_forward(
