@@ -163,7 +163,7 @@ void check_nests(MultiplyIntegers multiply, int bits, int64_t group, bool minimu
   }
   std::vector<float> expected(most_rows * quant_columns);
   quant_kernels_baseline.multiply(weight, 1, rows, 0, most_rows, expected.data(), quant_columns);
-  for (int64_t count = 1; count <= most_rows; ++count) {
+  for (const int64_t count : {1, 2, 9, 16, 17, 31, 32, 33, 50, 67}) {
     const int64_t first = count % 2 == 0 ? 0 : most_rows - count;
     std::vector<float> found(count * quant_columns, 7.0f);
     multiply(weight, 1, rows, first, count, found.data(), quant_columns);
