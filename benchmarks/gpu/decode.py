@@ -46,7 +46,7 @@ from weft.engine.machine import WallClock
 from weft.exec.device import CudaDevice, Device, HostDevice, tensor_memory
 from weft.exec.graphs import GraphExecutor, Steps
 from weft.exec.input_batch import InputBatch
-from weft.exec.step_layout import SIZES
+from weft.exec.step_layout import SIZES, padded_size, sizes_for
 from weft.exec.store import KVStore
 from weft.kernels.kv_storage import KV_DTYPES
 from weft.kernels.ops import select_ops
@@ -131,7 +131,7 @@ class Engine:
         kv_dtype: str,
         sizes: Seq[int] | None = None,
     ) -> None:
-        """Capture the steps of some sizes, of the batch alone if none are given."""
+        """Capture the steps of some sizes, of those that the batch has if none are given."""
         spec = decoder.spec
         blocks = batch * -(-(PROMPT + OUTPUT) // BLOCK) + 1
         groups = [GroupSpec(g.name, BLOCK, blocks, g.window) for g in spec.kv_groups]
@@ -140,11 +140,14 @@ class Engine:
         length = PROMPT + OUTPUT
         table = InputBatch(batch, length, [-(-length // BLOCK)] * len(groups))
         tokens = max(1024, batch)
+        if sizes is None:
+            most = padded_size(min(tokens, PROMPT * batch))
+            sizes = [size for size in sizes_for(batch, tokens) if batch <= size <= most]
         steps = Steps(
             max_tokens=tokens,
             max_samples=batch,
             depth=1,
-            sizes=(batch,) if sizes is None else sizes,
+            sizes=sizes,
         )
         self.executor = GraphExecutor(decoder, store, table, device, steps)
         cache = KVCache(groups, prefix_caching=False)

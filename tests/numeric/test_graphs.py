@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ from weft.exec.graphs import GraphExecutor
 from weft.exec.input_batch import InputBatch
 from weft.exec.step_layout import (
     HASH_WORDS,
+    PROMPT_SIZES,
     Buffer,
     LaneSizes,
     captured_sizes,
@@ -375,6 +377,13 @@ def test_sizes():
     assert sizes_for(600) == (*ALL_SIZES, 576, 640)
     assert captured_sizes(1024, sizes_for(1000))[-3:] == (896, 960, 1024)
     assert captured_sizes(5000) == ALL_SIZES
+    assert sizes_for(1, 512) == ALL_SIZES
+    assert sizes_for(8, 700) == (*ALL_SIZES, 576, 640, 704)
+    assert sizes_for(8, 8192) == (*ALL_SIZES, *PROMPT_SIZES)
+    assert sizes_for(8, 1100)[-2:] == (1024, 1152)
+    for tokens in (1, 513, 1000, 1100, 2047, 3000):  # of a workspace and of a packer
+        assert padded_size(tokens, sizes_for(8, tokens)) == padded_size(tokens)
+    assert all(after <= 1.13 * size for size, after in pairwise((512, *PROMPT_SIZES)))
     assert larger_sizes(8192, 512) == (8192, 4096, 2048, 1024)
     assert larger_sizes(1088, 512) == (1088,)
     assert larger_sizes(64, 1) == (64,)

@@ -244,12 +244,13 @@ def make_executor(
     halves = None
     if resolved.half_sizes is not None:
         halves = HalvesSetup(resolved.half_sizes, resolved.attention_programs)
+    pairs = halves is not None or config.overlaps  # each of which is captured with each
     steps = Steps(
         max_tokens=resolved.max_num_batched_tokens,
         max_samples=resolved.max_num_seqs * (1 + config.speculation),
         depth=steps_in_flight(config, decoder.device),
         capture=config.graphs,
-        sizes=sizes_for(resolved.max_num_seqs),
+        sizes=sizes_for(resolved.max_num_seqs, 0 if pairs else resolved.max_num_batched_tokens),
         lanes=lanes_for(resolved.max_num_seqs),
         leases=is_resident(config, decoder.device),
         halves=halves,

@@ -37,6 +37,9 @@ _ALIGNMENT = 4  # words: kernels are compiled once more for addresses that 16 do
 # As many as rvLLM captures (section 3), spread over four times as many tokens: decode steps lose
 # little to padding, and chunks of prompts beside them replay a graph too.
 SIZES = (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, 513, 32))
+# Of steps with prompts, which are captured, too: launched one by one, the kernels of a layer take
+# longer than a GPU needs for fewer tokens. Padding costs an eighth at most.
+PROMPT_SIZES = (*range(576, 1025, 64), *range(1152, 2049, 128))
 FIRST_SIZES, SECOND_SIZES = 12, 3  # of overlapped sub-batches
 STRIDE = 64  # beyond the largest size, so that few shapes meet the kernels
 AHEAD = 4  # leased steps ordered before the oldest is collected, so the host may be late by as many
@@ -63,9 +66,21 @@ def buffers_for(depth: int) -> int:
     return max(2, depth + 1)
 
 
-def sizes_for(rows: int) -> tuple[int, ...]:
-    """Return the sizes for steps of so many rows at the most: decode steps of all are captured."""
-    return (*SIZES, *range(SIZES[-1] + STRIDE, padded_size(rows) + 1, STRIDE))
+def sizes_for(rows: int, tokens: int = 0) -> tuple[int, ...]:
+    """Return the sizes for steps of so many rows and tokens at the most, ascending.
+
+    Decode steps of all rows are captured, and steps with prompts up to the last of
+    ``PROMPT_SIZES``.
+
+    Args:
+        tokens: 0: no larger steps with prompts are captured than decode steps.
+    """
+    decodes = range(SIZES[-1] + STRIDE, padded_size(rows) + 1, STRIDE)
+    most = min(padded_size(tokens), PROMPT_SIZES[-1])
+    prompts = [size for size in PROMPT_SIZES if size < most]
+    if most > SIZES[-1]:
+        prompts.append(most)
+    return tuple(sorted({*SIZES, *decodes, *prompts}))
 
 
 def captured_sizes(most: int, sizes: Seq[int] = SIZES) -> tuple[int, ...]:

@@ -103,7 +103,7 @@ def workspace_bytes(
     rounded = STRIDE if sizes.pairs else 0  # each sub-batch is padded
     passes = [(tokens + sizes.lanes + rounded, samples + sizes.lanes)]
     if graphs:
-        most = sizes_for(sizes.rows)[-1]
+        most = sizes_for(sizes.rows, 0 if sizes.pairs else sizes.tokens)[-1]
         largest = min(tokens, most)
         passes.append((largest + sizes.lanes, min(samples, most) + sizes.lanes))
         if sizes.pairs:
