@@ -9,7 +9,7 @@ from torch import Tensor
 
 from weft.kernels.float8 import Rounded
 from weft.kernels.parts import SWIGLU_ALPHA, SWIGLU_LIMIT
-from weft.kernels.triton.fp8 import codes_dtype, row_scale, to_e4m3
+from weft.kernels.triton.fp8 import codes_dtype, not_finite, row_scale, to_e4m3
 from weft.kernels.triton.launch import last_contiguous
 
 ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")  # kernels take their places
@@ -65,7 +65,7 @@ def _act_mul_round(
         y = _product(gate_up + row * stride, start + tl.arange(0, BLOCK), SIZE, ACTIVATION)
         y = y.to(gate_up.dtype.element_ty).to(tl.float32)
         most = tl.maximum(most, tl.abs(y))
-        wrong |= ((y - y) != 0.0).to(tl.int32)
+        wrong |= not_finite(y).to(tl.int32)
     finite = tl.max(wrong, axis=0) == 0
     scale, factor = row_scale(tl.max(most, axis=0), finite, static, STATIC)
     tl.store(scales + row, scale)

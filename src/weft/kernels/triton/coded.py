@@ -22,7 +22,7 @@ from weft.kernels.float8 import E4M3
 from weft.kernels.triton import pdl
 from weft.kernels.triton.coded_matrix import TILE, CodedMatrix
 from weft.kernels.triton.device import has_fp8
-from weft.kernels.triton.fp8 import codes_dtype, from_bits, row_scale, to_e4m3
+from weft.kernels.triton.fp8 import codes_dtype, from_bits, not_finite, row_scale, to_e4m3
 from weft.kernels.triton.gemm import SplitProduct, add_parts, finish
 from weft.kernels.triton.launch import interpreted, last_contiguous, power_of_2
 from weft.kernels.triton.unpack import (
@@ -274,7 +274,7 @@ def _round_groups(
     at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = at < K
     v = tl.load(x + row * stride + at, mask=inside, other=0.0).to(tl.float32)
-    finite = tl.max(((v - v) != 0.0).to(tl.int32), 1) == 0
+    finite = tl.max(not_finite(v).to(tl.int32), 1) == 0
     scale, factor = row_scale(tl.max(tl.abs(v), 1), finite, scales, False)
     tl.store(scales + group * rows + row, scale, mask=group * GROUP < K)
     v = tl.where(finite[:, None], v * factor[:, None], 0.0)

@@ -34,6 +34,16 @@ def to_e4m3(x):
 
 
 @triton.jit
+def not_finite(x):
+    """Whether numbers are infinite or NaN.
+
+    That y - y is not 0 does not tell: of a product y the compiler makes one fused operation, which
+    gives its rounding error.
+    """
+    return (tl.abs(x) < float("inf")) == 0
+
+
+@triton.jit
 def from_bits(bits):
     """Return the float32 values of E4M3 bits (uint8); NaN becomes 480.
 
@@ -69,7 +79,7 @@ def _round_rows(
         inside = start + at < K
         v = tl.load(x + row * stride + start + at, mask=inside, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(v))
-        wrong |= ((v - v) != 0.0).to(tl.int32)  # infinities and NaN
+        wrong |= not_finite(v).to(tl.int32)
     most = tl.max(largest, 0)
     finite = tl.max(wrong, 0) == 0
     scale, factor = row_scale(most, finite, static, STATIC)

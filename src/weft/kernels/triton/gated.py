@@ -10,7 +10,7 @@ from torch import Tensor
 from weft.kernels.float8 import Rounded
 from weft.kernels.triton import pdl
 from weft.kernels.triton.activation import ACTIVATIONS, gated
-from weft.kernels.triton.fp8 import codes_dtype, row_scale, to_e4m3
+from weft.kernels.triton.fp8 import codes_dtype, not_finite, row_scale, to_e4m3
 from weft.kernels.triton.gemm import finish, operand
 from weft.kernels.triton.matrix import TritonMatrix, arithmetic, rows_for, weight_of
 from weft.kernels.tuning import GATED
@@ -84,7 +84,7 @@ def gated_gemm(
     if ROUND:
         GROUPS: tl.constexpr = BLOCK_N // ROUND
         y = tl.reshape(tl.where(inside, y, 0.0), [GROUPS, ROUND, BLOCK_M])
-        finite = tl.max(((y - y) != 0.0).to(tl.int32), 1) == 0  # [GROUPS, BLOCK_M]
+        finite = tl.max(not_finite(y).to(tl.int32), 1) == 0  # [GROUPS, BLOCK_M]
         own, factor = row_scale(tl.max(tl.abs(y), 1), finite, static, STATIC)
         factor = (tl.zeros_like(own) + factor)[:, None, :]
         y = to_e4m3(tl.where(finite[:, None, :], y * factor, 0.0))

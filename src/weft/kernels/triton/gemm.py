@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.triton import pdl
-from weft.kernels.triton.fp8 import from_bits, row_scale, to_e4m3
+from weft.kernels.triton.fp8 import from_bits, not_finite, row_scale, to_e4m3
 
 # How rows of a product come that are rounded in groups of BLOCK_K inputs.
 GIVEN = 1  # rounded, with a scale for each group
@@ -38,7 +38,7 @@ def operand(values, OPERAND: tl.constexpr, BITS: tl.constexpr):
 def rounded(rows, static, STATIC: tl.constexpr, OPERAND: tl.constexpr):
     """Round floats [K, M] to E4M3 for ``tl.dot``, with one scale [M]; see ``fp8.row_scale``."""
     v = rows.to(tl.float32)
-    finite = tl.max(((v - v) != 0.0).to(tl.int32), 0) == 0
+    finite = tl.max(not_finite(v).to(tl.int32), 0) == 0
     scale, factor = row_scale(tl.max(tl.abs(v), 0), finite, static, STATIC)
     v = tl.where(finite[None, :], v * (tl.zeros_like(scale) + factor)[None, :], 0.0)
     if tl.float8e4nv == OPERAND and not STATIC:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.kernels.float8 import Rounded
 from weft.kernels.triton import pdl
-from weft.kernels.triton.fp8 import codes_dtype, row_scale, to_e4m3
+from weft.kernels.triton.fp8 import codes_dtype, not_finite, row_scale, to_e4m3
 from weft.kernels.triton.gemm import SplitProduct, as_read, summed
 from weft.kernels.triton.launch import last_contiguous, power_of_2, warps
 
@@ -90,7 +90,7 @@ def normalise(
     y *= tl.rsqrt(tl.sum(y * y, axis=0) / D + eps) * _factor(weight, column, mask, PLUS_ONE)
     if ROUND:
         y = y.to(TYPE).to(tl.float32)
-        wrong = tl.max((mask & ((y - y) != 0.0)).to(tl.int32), axis=0)
+        wrong = tl.max((mask & not_finite(y)).to(tl.int32), axis=0)
         scale, factor = row_scale(tl.max(tl.abs(y), axis=0), wrong == 0, static, STATIC)
         tl.store(scales + row, scale)
         y = to_e4m3(tl.where(wrong == 0, y * factor, 0.0))
