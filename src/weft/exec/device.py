@@ -300,7 +300,7 @@ class HostDevice:
         self._copies: list[_BlockCopy] = []
 
     def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(size, dtype=dtype)
+        return torch.zeros(size, dtype=dtype, device=self.where)
 
     def work(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -349,7 +349,7 @@ class HostDevice:
             copy.arrive()
 
     def exchange_memory(self, size: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(size, dtype=dtype)
+        return torch.zeros(size, dtype=dtype, device=self.where)
 
     def fork(self) -> AbstractContextManager[object]:
         return nullcontext()
