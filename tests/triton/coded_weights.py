@@ -61,12 +61,13 @@ def drawn_weight(
     """A matrix [N, K], or of experts [E, N, K], and the numbers that its codes stand for."""
     *experts, outputs, inputs = shape
     whole = drawn(kind, outputs * (experts or [1])[0], inputs)
+    device = torch.empty(0).device  # where kernels run
     made = matrix.quantised(
         parameter,
         shape,
         dtype_name(dtype),
         whole.storage,
-        device=torch.empty(0).device,
+        device=device,
         tuning=tuning,
     )
     assert isinstance(made, CodedMatrix)
@@ -75,6 +76,4 @@ def drawn_weight(
         for first, stop in ((0, 5), (5, outputs)):
             rows = slice(expert * outputs + first, expert * outputs + stop)
             one.write(first, whole.part(rows, slice(0, inputs)))
-    truth = whole.dequantize()
-    truth = torch.as_tensor(truth) if isinstance(truth, np.ndarray) else truth
-    return made, truth.reshape(shape)
+    return made, torch.as_tensor(whole.dequantize(), device=device).reshape(shape)

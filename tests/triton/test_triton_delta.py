@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-import where
 from weft.kernels.delta import DeltaParts, DeltaShape, LayerStates, StateBatch
 from weft.kernels.reference_delta import ReferenceDelta
 from weft.kernels.triton.delta import TritonDelta
@@ -56,19 +55,9 @@ def batch_of(counts, reads, writes, marks, padding=0, tokens=0) -> StateBatch:
 
 
 def run(layer, x, gates, states, batch):
-    """What a layer on the device gives, and the states that it leaves."""
-    on = [part.to(where.NAME) for part in (x, gates)]
-    kept = LayerStates(*(part.clone().to(where.NAME) for part in states))
-    fields = (batch.bounds, batch.reads, batch.writes, batch.marks)
-    found = layer(*on, kept, StateBatch(*(part.to(where.NAME) for part in fields)))
-    return found.cpu(), LayerStates(*(part.cpu() for part in kept))
-
-
-def on_device(parts: DeltaParts) -> TritonDelta:
-    tensors = (parts.conv, parts.decay, parts.bias, parts.norm)
-    return TritonDelta(
-        DeltaParts(parts.shape, *(part.to(where.NAME) for part in tensors), parts.norm_eps)
-    )
+    """What a layer gives, and the states that it leaves."""
+    kept = LayerStates(*(part.clone() for part in states))
+    return layer(x, gates, kept, batch), kept
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -80,7 +69,7 @@ def test_padded_rows_are_those_of_the_reference(name, dtype) -> None:
     plain = batch_of(COUNTS, READS, WRITES, MARKS)
     expected = ReferenceDelta(parts)(x[:tokens], gates[:tokens], expected_states, plain)
     padded = batch_of(COUNTS, READS, WRITES, MARKS, padding=2, tokens=len(x))
-    found, kept = run(on_device(parts), x, gates, states, padded)
+    found, kept = run(TritonDelta(parts), x, gates, states, padded)
     assert found.dtype == dtype
     most = TOLERANCE[dtype]
     assert float((found[:tokens] - expected).abs().max()) < most * float(expected.abs().max())
@@ -93,7 +82,7 @@ def test_padded_rows_are_those_of_the_reference(name, dtype) -> None:
 def test_a_prompt_may_be_cut_anywhere_and_marks_are_states() -> None:
     """Cut at each token, a row gives the same bits; what a mark kept goes on as if never cut."""
     parts, x, gates, states = make("grouped", torch.float32)
-    layer, tokens = on_device(parts), 6
+    layer, tokens = TritonDelta(parts), 6
     x, gates = x[:tokens], gates[:tokens]
     whole, kept = run(layer, x, gates, states, batch_of([tokens], [-1], [1], [(2, 3)]))
     for cut in range(1, tokens):
@@ -115,7 +104,7 @@ def test_what_does_not_fit_is_refused() -> None:
     parts, x, gates, states = make("even", torch.float32)
     batch = batch_of([len(x)], [-1], [1], [])
     with pytest.raises(ValueError, match="takes no"):
-        on_device(parts)(x[:, 1:], gates, states, batch)
+        TritonDelta(parts)(x[:, 1:], gates, states, batch)
     odd = DeltaParts(DeltaShape(2, 3, 8, 8, 4), *(x,) * 4, 1e-6)
     with pytest.raises(ValueError, match="no kernel for recurrent layers"):
         TritonDelta(odd)

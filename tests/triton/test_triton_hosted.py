@@ -16,7 +16,7 @@ pytestmark = pytest.mark.parametrize("wait", [await_answer, hosted.await_answer]
 
 
 def word(number: int) -> HostWord:
-    memory = torch.tensor([number])
+    memory = torch.tensor([number], device="cpu")
     memory = memory.pin_memory() if where.ON_GPU else memory
     return HostWord(memory, torch.tensor([memory.data_ptr()], device=where.NAME))
 

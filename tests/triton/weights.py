@@ -21,10 +21,11 @@ class Fixed:
 
     def __init__(self, block_m: int, block_n: int, block_k: int, splits: int) -> None:
         self._launch = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
-        self._launch |= {"SPLITS": splits, "num_warps": 4, "num_stages": 3}
+        self._launch |= {"num_warps": 4, "num_stages": 3}
+        self._splits = splits
 
     def launch(self, shape: LaunchShape, rows: int) -> Launch:  # noqa: ARG002
-        return self._launch
+        return self._launch | ({"SPLITS": self._splits} if shape.op == "gemm" else {})
 
 
 def make(kind: str, weight: Tensor, tuning, parameter: str = "down") -> TritonMatrix:
