@@ -38,6 +38,7 @@ from tracing import (
     traced,
 )
 
+from weft.core.kv_types import KV_TYPES, cache_dtype
 from weft.core.plan import StepOutputs
 from weft.core.ports import Lease
 from weft.core.types import Request, SamplingParams
@@ -48,7 +49,6 @@ from weft.exec.graphs import GraphExecutor, Steps
 from weft.exec.input_batch import InputBatch
 from weft.exec.step_layout import SIZES, padded_size, sizes_for
 from weft.exec.store import KVStore
-from weft.kernels.kv_storage import KV_DTYPES
 from weft.kernels.ops import select_ops
 from weft.kv.cache import GroupSpec, KVCache
 from weft.models.decoder import Decoder
@@ -128,7 +128,7 @@ class Engine:
         decoder: Decoder,
         device: Device,
         batch: int,
-        kv_dtype: str,
+        kv: str,
         sizes: Seq[int] | None = None,
     ) -> None:
         """Capture the steps of some sizes, of those that the batch has if none are given."""
@@ -136,7 +136,8 @@ class Engine:
         blocks = batch * -(-(PROMPT + OUTPUT) // BLOCK) + 1
         groups = [GroupSpec(g.name, BLOCK, blocks, g.window) for g in spec.kv_groups]
         counts = [blocks] * len(groups)
-        store = KVStore(spec.kv_groups, counts, BLOCK, kv_dtype, tensor_memory(str(device.where)))
+        memory = tensor_memory(str(device.where))
+        store = KVStore(spec.kv_groups, counts, BLOCK, cache_dtype(kv), memory)
         length = PROMPT + OUTPUT
         table = InputBatch(batch, length, [-(-length // BLOCK)] * len(groups))
         tokens = max(1024, batch)
@@ -271,7 +272,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=200.0, help="begin no batch near its end")
     parser.add_argument("--model", help="only this shape")
     parser.add_argument("--others", action="store_true", help="all shapes but the first")
-    parser.add_argument("--kv", default="", choices=("", *KV_DTYPES), help="only 8-bit KV so")
+    parser.add_argument("--kv", default="", choices=("", *KV_TYPES), help="only 8-bit KV so")
     parser.add_argument("--batch", help="only these batches, with commas between")
     parser.add_argument("--output", type=int, default=OUTPUT)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))

@@ -161,13 +161,14 @@ def kinds_of(graph: Any) -> Counter[str]:
 
     _, count = check(runtime.cudaGraphGetNodes(graph))
     nodes, _ = check(runtime.cudaGraphGetNodes(graph, count))
-    kinds = (str(check(runtime.cudaGraphNodeGetType(node))) for node in nodes[:count])
+    kinds = (check(runtime.cudaGraphNodeGetType(node)).name for node in nodes[:count])
     return Counter(kind.rsplit("NodeType", 1)[-1] for kind in kinds)
 
 
 def ask_nodes() -> None:
     """Which kinds of nodes a captured step has: device launch allows kernels and copies only."""
-    for kind, times in kinds_of(Steps().graphs[0].raw_cuda_graph()).items():
+    steps = Steps()  # whose end is that of its graphs
+    for kind, times in kinds_of(steps.graphs[0].raw_cuda_graph()).items():
         figure(f"nodes of a captured step, {kind}", times)
 
 
