@@ -155,7 +155,7 @@ def measure(options: argparse.Namespace) -> None:
     ops = select_ops(str(device.where), "bfloat16", "auto" if cuda else "reference")
     batch, steps = options.batch, options.steps
     with torch.inference_mode():
-        spec = shape(options.model, max(64, steps + 2))
+        spec = shape(options.model, max(64, steps + 2), layers=options.layers)
         decoder = random_decoder(spec, torch.bfloat16, device.where, ops, "none")
     truth = uncaptured(decoder, device, batch, steps)
     rows = Rows(decoder, device, batch, steps)
@@ -164,7 +164,8 @@ def measure(options: argparse.Namespace) -> None:
         ways["replayed"] = lambda: rows.replayed(steps)
     else:
         ways[options.way] = alone(rows, device, steps, resident=options.way == "resident")
-    name, rates = f"{options.model} bf16, batch {batch}", {}
+    layers = f", {options.layers} layers" if options.layers else ""
+    name, rates = f"{options.model} bf16{layers}, batch {batch}", {}
     for way, run in (*ways.items(), *ways.items()):  # the first round is a warm-up
         rows.begin()
         device.synchronize()
@@ -184,6 +185,7 @@ def measure(options: argparse.Namespace) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="qwen2.5-7b")
+    parser.add_argument("--layers", type=int, help="fewer than the model has")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--steps", type=int, default=300, help="so that a loop relaunches itself")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))

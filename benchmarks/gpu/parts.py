@@ -105,6 +105,7 @@ def tests(name: str, limit_s: float, *words: str, dry: Sequence[str]) -> Part:
 COMPILE = ("compile", "triton_tuning", "triton_tuning_attention")  # for GPUs that are absent
 ABSENT = [f"--ignore=tests/triton/test_{name}.py" for name in COMPILE]
 ONE_TEST = ["tests/gpu/test_gpu_device.py", "-k", "fork"]
+ONE_KERNEL = ["tests/triton/test_triton_ops.py", "-k", "test_softcap"]
 TRACES = f"--traces {OUT}/traces.tar"
 
 PARTS = (
@@ -122,9 +123,9 @@ PARTS = (
     ),
     part("counters", 40, "counters.py", "--device cpu"),
     part("probes", 45, "probes.py --seconds 42", needs="build"),
-    part("sanitizer", 40, "sanitize.py --seconds 36", "--device cpu", needs="build"),
-    tests("tests", 90, "tests/triton", "tests/gpu", *ABSENT, dry=ONE_TEST),
-    part("leases", 60, "leases.py --limit 19", f"{TINY} --steps 5", needs="build"),
+    part("sanitizer", 60, "sanitize.py --seconds 56", "--device cpu", needs="build"),
+    tests("tests", 90, "tests/gpu", dry=ONE_TEST),
+    part("leases", 66, "leases.py --limit 21 --layers 8", f"{TINY} --steps 5", needs="build"),
     part("models", 90, f"decode.py --others --seconds 75 {TRACES}", needs="build"),
     part(
         "nano", 50, "nano.py",
@@ -140,6 +141,7 @@ PARTS = (
     ),
     part("ranks", 45, "ranks.py --limit 40", "--device cpu --limit 50", needs="build"),
     part("transformers", 60, "transformers_decode.py", modules="transformers", asked=True),
+    tests("kernels", 400, "tests/triton", *ABSENT, dry=ONE_KERNEL),
     part("pack", 12, f"pack.py --out {OUT}", f"--out {OUT}"),
 )  # fmt: skip
 LAST = "pack"  # for which time is kept
