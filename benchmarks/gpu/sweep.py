@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import re
 import subprocess
 import sys
 import time
@@ -89,6 +90,7 @@ class Sizes:
     least: tuple[int, ...]  # tokens of a split of a context
     prefills: tuple[int, ...]  # tokens of one prompt
     samples: tuple[int, ...]  # rows
+    launches: tuple[tuple[int, int, int, int], ...]  # keys, warps, stages, programs of decodes
     bandwidth_numbers: int
     peak_size: int
 
@@ -107,6 +109,10 @@ FULL = Sizes(
     least=(256, 512, 1024),
     prefills=(2048, 8192),
     samples=(128, 512),
+    launches=(
+        *((64, 4, 5, 2), (64, 8, 5, 2), (64, 4, 3, 2), (32, 4, 5, 3), (128, 4, 3, 2)),
+        *((128, 4, 5, 2), (128, 8, 3, 2), (128, 8, 5, 1), (128, 16, 3, 1)),
+    ),
     bandwidth_numbers=2**29,
     peak_size=8192,
 )
@@ -118,6 +124,7 @@ QUICK = Sizes(
     least=(256,),
     prefills=(24,),
     samples=(3,),
+    launches=((32, 4, 3, 1),),
     bandwidth_numbers=2**16,
     peak_size=64,
 )
@@ -293,6 +300,28 @@ def split_trials(
             yield Trial(label, partial(attention_calls, *asked), tell)
 
 
+def launch_trials(
+    sizes: Sizes, model: Model, device: torch.device, tuning: Tuning, peaks: Peaks
+) -> Iterator[Trial]:
+    """Decodes of long contexts over each type of KV by other launches than the rule's."""
+    rows, context = next((each for each in sizes.decodes if each[1] >= 4096), sizes.decodes[0])
+    for kv, dtype in KV.items():
+        heads = model.attention(dtype)
+        by_rule = launches(plan_on(heads, device))[DECODE]
+        for keys, warps, stages, programs in sizes.launches:
+            chosen = OneLaunch(tuning)
+            launch = {"BLOCK_N": keys, "num_warps": warps, "num_stages": stages}
+            chosen.chosen[DECODE] = by_rule | launch | {"PROGRAMS": programs}
+            read = 2 * rows * context * model.kv_heads * row_size(dtype, model.head_dim)
+            label = (
+                f"{model.name} decode launch, {kv}, context {context}, batch {rows}, {keys} keys, "
+                f"{warps} warps, {stages} stages, {programs} programs"
+            )
+            asked = heads, Rows(rows, 1, context), BLOCK, device, chosen
+            tell = partial(_tell_reading, label, read * dtype.itemsize, peaks)
+            yield Trial(label, partial(attention_calls, *asked), tell)
+
+
 def prefill_trials(
     sizes: Sizes, model: Model, device: torch.device, tuning: Tuning, peaks: Peaks
 ) -> Iterator[Trial]:
@@ -360,11 +389,16 @@ def trials(sizes: Sizes, device: torch.device, tuning: Tuning, peaks: Peaks) -> 
     asked = device, tuning, peaks
     kinds: tuple[Callable[..., Iterator[Trial]], ...]
     kinds = product_trials, decode_trials, split_trials, sampling_trials
-    for kind in (*kinds, prefill_trials, other_product_trials):
+    for kind in (*kinds, prefill_trials, other_product_trials, launch_trials):
         yield from kind(sizes, first, *asked)
     for model in others:
         for kind in (decode_trials, prefill_trials, other_product_trials):
             yield from kind(sizes, model, *asked)
+
+
+def named(pattern: str, every: Iterator[Trial]) -> Iterator[Trial]:
+    """Yield those whose names match."""
+    return (trial for trial in every if re.search(pattern, trial.name))
 
 
 def measure(
@@ -427,9 +461,9 @@ def compile_share(every: Iterator[Trial], share: tuple[int, int], deadline: floa
         torch.cuda.empty_cache()
 
 
-def compile_beside(workers: int, seconds: float) -> None:
+def compile_beside(workers: int, seconds: float, only: str) -> None:
     """Have other processes compile all kernels, within some time."""
-    command = [sys.executable, __file__, "--seconds", str(seconds)]
+    command = [sys.executable, __file__, "--seconds", str(seconds), "--only", only]
     each = [
         subprocess.Popen([*command, "--share", f"{number}/{workers}"]) for number in range(workers)
     ]
@@ -446,6 +480,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--quick", action="store_true", help="tiny shapes, for a test")
     parser.add_argument("--seconds", type=float, default=300.0, help="begin no measurement after")
+    parser.add_argument("--only", default="", help="what names match, as a regular expression")
     parser.add_argument("--share", help="compile only: which of how many processes, as 0/12")
     add_options(parser)
     options = parser.parse_args()
@@ -456,12 +491,13 @@ def main() -> int:
     tuning = find_tuning("auto", device)
     if options.share:
         number, count = map(int, options.share.split("/"))
-        compile_share(trials(sizes, device, tuning, Peaks()), (number, count), deadline)
+        every = named(options.only, trials(sizes, device, tuning, Peaks()))
+        compile_share(every, (number, count), deadline)
         return 0
     if device.type == "cuda":
         started = time.perf_counter()
         workers = max(1, min(10, len(os.sched_getaffinity(0)) - 2))
-        compile_beside(workers, options.seconds * 0.4)
+        compile_beside(workers, options.seconds * 0.4, options.only)
         figure("compiled by several processes", time.perf_counter() - started, "s")
     print(f"launches: {tuning.source}")
     bandwidth = report_bandwidth(device, sizes.bandwidth_numbers)
@@ -469,7 +505,7 @@ def main() -> int:
     eighths = report_peak(device, torch.float8_e4m3fn, sizes.peak_size)
     assert halves is not None
     peaks = Peaks(bandwidth, halves, eighths or halves)
-    every = trials(sizes, device, tuning, peaks)
+    every = named(options.only, trials(sizes, device, tuning, peaks))
     return int(measure(every, device, deadline, missing) > 0)
 
 

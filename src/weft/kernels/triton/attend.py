@@ -16,7 +16,7 @@ import triton.language as tl
 
 from weft.kernels.triton import pdl
 from weft.kernels.triton.loop import bound
-from weft.kernels.triton.storage import decode
+from weft.kernels.triton.storage import decode, factors
 from weft.kernels.triton.work_list import load_item, turn_of, turns_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -72,38 +72,47 @@ def _step(
 ):  # fmt: skip
     """Take BLOCK_N positions from ``at`` on into the running sums."""
     BEFORE: tl.constexpr = DIM - VALUE  # numbers of a row that are of the key alone
-    position = at + tl.arange(0, BLOCK_N)
-    offset = position % BLOCK_SIZE
+    place = tl.arange(0, BLOCK_N)
+    position = at + place
+    # A tile begins with a block. With a window, what could stay the same takes too many registers.
+    if BLOCK_N % BLOCK_SIZE == 0 and (WINDOW == 0 or key_scales is not None):
+        offset = place % BLOCK_SIZE
+        entry = table + at // BLOCK_SIZE + place // BLOCK_SIZE
+    else:
+        offset = position % BLOCK_SIZE
+        entry = table + position // BLOCK_SIZE
     dim = tl.arange(0, q.shape[1])[None, :]
     live = (position >= first) & (position < stop)
     if MASKED:
-        block = tl.load(table + position // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
-        there = live[:, None]
+        block = tl.load(entry, mask=live, other=0).to(tl.int64)
     else:
-        block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
-        there = (position >= 0)[:, None]
+        block = tl.load(entry).to(tl.int64)
+    # Codes are always numbers: those that are not to be seen, perhaps of block 0, have no weight.
+    ROWS: tl.constexpr = MASKED and key_scales is None
     row = (offset * DIM)[:, None]
     at_keys = keys + (block * stride_kb)[:, None] + row
-    k = tl.load(at_keys + BEFORE + dim, mask=there & (dim < VALUE), other=0.0)
+    k = _rows(at_keys + BEFORE + dim, live, dim, VALUE, ROWS)
     if BEFORE:
         early = tl.arange(0, of_keys.shape[1])[None, :]
-        r = tl.load(at_keys + early, mask=there & (early < BEFORE), other=0.0)
+        r = _rows(at_keys + early, live, early, BEFORE, ROWS)
         v = decode(k, q.dtype)
         scores = tl.dot(of_keys, tl.trans(decode(r, q.dtype)), input_precision="ieee")
         scores = tl.dot(q, tl.trans(v), scores, input_precision="ieee")
     else:
         at_values = values + (block * stride_vb)[:, None] + row
-        v = tl.load(at_values + dim, mask=there & (dim < VALUE), other=0.0)
-        scores = tl.dot(q, tl.trans(decode(k, q.dtype)), input_precision="ieee")
+        v = _rows(at_values + dim, live, dim, VALUE, ROWS)
+        scores = tl.dot(q, tl.trans(factors(k, q.dtype, False)), input_precision="ieee")
     if key_scales is not None:
-        scales = BLOCK_SIZE * DIM // 4 + offset
-        factor = tl.load(key_scales + block * (stride_kb // 4) + scales, mask=live, other=0.0)
-        scores *= (factor * scale)[None, :]
+        factor = _scales(
+            key_scales, table, block, offset, live, first, at, stop, stride_kb,
+            DIM, BLOCK_SIZE, BLOCK_N,
+        )  # fmt: skip
+        scores *= (factor * (scale if SOFTCAP else scale * LOG2_E))[None, :]
     else:
-        scores *= scale
+        scores *= scale if SOFTCAP else scale * LOG2_E
     if SOFTCAP:
-        scores = softcap * (1 - 2 / (tl.exp2(scores * (2 * LOG2_E / softcap)) + 1))  # c tanh(s / c)
-    scores *= LOG2_E
+        # c tanh(s / c)
+        scores = softcap * LOG2_E * (1 - 2 / (tl.exp2(scores * (2 * LOG2_E / softcap)) + 1))
     if MASKED:
         visible = live[None, :] & (position[None, :] <= query[:, None])
         if WINDOW:
@@ -116,15 +125,47 @@ def _step(
     total = total * fade + tl.sum(weights, 1)
     if value_scales is not None:
         if BEFORE == 0:
-            factor = tl.load(value_scales + block * (stride_vb // 4) + scales, mask=live, other=0.0)
+            factor = _scales(
+                value_scales, table, block, offset, live, first, at, stop, stride_vb,
+                DIM, BLOCK_SIZE, BLOCK_N,
+            )  # fmt: skip
         if q.dtype == tl.float16:  # whose range small weights times small scales may leave
             v = (decode(v, tl.float32) * factor[:, None]).to(tl.float16)
         else:
             weights *= factor[None, :]
-    sums = tl.dot(
-        weights.to(q.dtype), decode(v, q.dtype), sums * fade[:, None], input_precision="ieee"
-    )
+    # Products of 64 rows and more take the values from shared memory, whoever converts them.
+    v = factors(v, q.dtype, q.shape[0] < 64)
+    sums = tl.dot(weights.to(q.dtype), v, sums * fade[:, None], input_precision="ieee")
     return sums, new_top, total
+
+
+@triton.jit
+def _rows(at, live, dim, SIZE: tl.constexpr, MASKED: tl.constexpr):
+    """Load the first SIZE numbers of rows [N, M] and 0 behind them; with MASKED of live rows."""
+    if dim.shape[1] == SIZE:
+        return tl.load(at, mask=live[:, None], other=0.0) if MASKED else tl.load(at)
+    inside = dim < SIZE
+    return tl.load(at, mask=live[:, None] & inside if MASKED else inside, other=0.0)
+
+
+@triton.jit
+def _scales(
+    scales, table, block, offset, live, first, at, stop, stride,
+    DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Load the scales [N] of the rows from ``at`` on; 0 of those that are not live.
+
+    The scales of a block lie together: in whole blocks a few threads load them, several at once.
+    """
+    if BLOCK_N % BLOCK_SIZE == 0:
+        number = at // BLOCK_SIZE + tl.arange(0, BLOCK_N // BLOCK_SIZE)
+        there = (number * BLOCK_SIZE < stop) & ((number + 1) * BLOCK_SIZE > first)
+        listed = tl.load(table + number, mask=there, other=0).to(tl.int64) * (stride // 4)
+        within = BLOCK_SIZE * DIM // 4 + tl.arange(0, BLOCK_SIZE)
+        factor = tl.reshape(tl.load(scales + listed[:, None] + within[None, :]), [BLOCK_N])
+        return tl.where(live, factor, 0.0)
+    where = scales + block * (stride // 4) + (BLOCK_SIZE * DIM // 4 + offset)
+    return tl.load(where, mask=live, other=0.0)
 
 
 @triton.jit

@@ -6,6 +6,8 @@ code stands for what is not a number: ``kv_storage`` gives such rows a scale tha
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -14,6 +16,41 @@ from torch import Tensor
 from weft.kernels.kv_storage import SCALED
 
 SMALLEST = tl.constexpr(2.0**-100)  # as in ``kv_storage``
+# Four codes become four bfloat16, exactly. Of int8 the low seven bits are or-ed into 128, the sign
+# into -128, of which it makes -256; their sum is the code.
+_INT8_TO_BFLOAT16 = tl.constexpr("""
+{
+    .reg .b32 a, b, c, d, one;
+    mov.b32 one, 0x3F803F80;
+    prmt.b32 a, $2, 0, 0x4140;
+    prmt.b32 b, $2, 0, 0x4342;
+    lop3.b32 c, a, 0x00800080, 0xC300C300, 0xEA;
+    lop3.b32 d, b, 0x00800080, 0xC300C300, 0xEA;
+    lop3.b32 a, a, 0x007F007F, 0x43004300, 0xEA;
+    lop3.b32 b, b, 0x007F007F, 0x43004300, 0xEA;
+    fma.rn.bf16x2 $0, a, one, c;
+    fma.rn.bf16x2 $1, b, one, d;
+}
+""")
+# E4M3 goes by float16 and float32, since no instruction makes bfloat16 of float16.
+_E4M3_TO_BFLOAT16 = tl.constexpr("""
+{
+    .reg .b16 a, b, c, d;
+    .reg .b32 x, y;
+    .reg .f32 p, q, r, s;
+    mov.b32 {a, b}, $2;
+    cvt.rn.f16x2.e4m3x2 x, a;
+    cvt.rn.f16x2.e4m3x2 y, b;
+    mov.b32 {a, b}, x;
+    mov.b32 {c, d}, y;
+    cvt.f32.f16 p, a;
+    cvt.f32.f16 q, b;
+    cvt.f32.f16 r, c;
+    cvt.f32.f16 s, d;
+    cvt.rn.bf16x2.f32 $0, q, p;
+    cvt.rn.bf16x2.f32 $1, s, r;
+}
+""")
 
 
 def is_scaled(cache: Tensor) -> bool:
@@ -52,3 +89,31 @@ def decode(codes, TYPE: tl.constexpr):
         half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
         codes = half.to(tl.float16, bitcast=True) * 256.0
     return codes.to(TYPE)
+
+
+if triton.knobs.runtime.interpret:
+
+    def factors(codes: Any, TYPE: Any, AS_LOADED: Any) -> Any:
+        """Return what ``decode`` does; interpreted kernels have no layouts and no PTX."""
+        del AS_LOADED
+        return decode(codes, TYPE)
+
+else:
+
+    @triton.jit
+    def factors(codes, TYPE: tl.constexpr, AS_LOADED: tl.constexpr):
+        """Return what ``decode`` does, as factors of a product.
+
+        Args:
+            AS_LOADED: convert codes before they are laid out for the product, for one that sums
+                over rows: they would be fetched byte by byte.
+        """
+        if codes.dtype == tl.int8 and TYPE == tl.bfloat16:  # noqa: SIM300
+            return tl.inline_asm_elementwise(
+                _INT8_TO_BFLOAT16, "=r,=r,r", [codes], tl.bfloat16, not AS_LOADED, 4
+            )
+        if codes.dtype == tl.float8e4nv and TYPE == tl.bfloat16:  # noqa: SIM300
+            return tl.inline_asm_elementwise(
+                _E4M3_TO_BFLOAT16, "=r,=r,r", [codes], tl.bfloat16, not AS_LOADED, 4
+            )
+        return decode(codes, TYPE)
