@@ -11,10 +11,11 @@ MiB of Qwen3.6-35B-A3B, as a copy of it does. At B bytes a second that takes 2 x
 ms at 20 GB/s, about what one core of the machine of the results moves. Arithmetic, 6 operations a
 number, is a tenth of that.
 
-The second part times the step of a random hybrid of 1.0 billion parameters as one native call, in
-turns with its ops one by one. The third one plays the same conversations, several at once, to a
-small random hybrid and to a model of attention alone that is as large, and compares the share of
-prompt tokens that came from the prefix cache.
+The second part times steps of random hybrids of 0.9 to 1.0 billion parameters as one native call,
+in turns with their ops one by one: of one of each kind of recurrent layers (delta as of Qwen 3.5,
+KDA as of Kimi-Linear, conv as of LFM2, mamba2 as of Granite 4), a token and a prompt. The third one
+plays the same conversations, several at once, to a small random hybrid and to a model of attention
+alone that is as large, and compares the share of prompt tokens that came from the prefix cache.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ LARGE = HYBRID | {
     "linear_value_head_dim": 128,
 }
 ATTENTION = COMMON | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
-BILLION = HYBRID | {
+DELTA = HYBRID | {
     "vocab_size": 32768,
     "hidden_size": 2048,
     "intermediate_size": 6144,
@@ -98,7 +99,64 @@ BILLION = HYBRID | {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
 }
-CONTEXT, BLOCK = 128, 16  # of the steps of that
+SHAPE = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 2,
+    "vocab_size": 32768,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
+QUARTERS = ["linear_attention"] * 3 + ["full_attention"]
+KDA = SHAPE | {
+    "architectures": ["KimiLinearForCausalLM"],
+    "model_type": "kimi_linear",
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "linear_num_heads": 16,
+    "linear_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "num_local_experts": 1,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 64,
+    "layer_types": QUARTERS * 4,
+    "mlp_layer_types": ["dense"] * 16,
+}
+CONV = SHAPE | {
+    "architectures": ["Lfm2ForCausalLM"],
+    "model_type": "lfm2",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "conv_L_cache": 3,
+    "block_auto_adjust_ff_dim": False,
+    "layer_types": ["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)],
+}
+MAMBA2 = SHAPE | {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "model_type": "granitemoehybrid",
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "shared_intermediate_size": 6144,
+    "layer_types": (["mamba"] * 3 + ["attention"]) * 4,
+    "mamba_n_heads": 64,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+}
+BILLIONS = {"delta": DELTA, "KDA": KDA, "conv": CONV, "mamba2": MAMBA2}
+PARTS = ("kernels", "steps", "hits")
+CONTEXT, BLOCK = 128, 16  # of the steps of these
+PROMPT = 64  # tokens of a prompt beside them
 
 
 def random_folder(config: dict, folder: Path) -> Path:
@@ -169,15 +227,19 @@ def time_kernel(layers: int, shape: DeltaShape, rounds: int) -> dict[str, float]
     return {name: statistics.median(seconds) for name, seconds in found.items()}
 
 
-def step_of(spec: ModelSpec, weights: dict[str, Any], ops: OpTable) -> Callable[[], None]:
-    """What computes the next token of one row, from the state that the step before has written."""
+def step_of(
+    spec: ModelSpec, weights: dict[str, Any], ops: OpTable, tokens: int
+) -> Callable[[], None]:
+    """What computes the last tokens of one row, from the state that the step before has written."""
     decoder = Decoder(spec, weights, ops)
     blocks = CONTEXT // BLOCK
     store = KVStore(spec.kv_groups, [blocks], BLOCK, "bfloat16")
     store.states = StateStore(spec, 2)
-    forward = forward_recurrent(decoder, store, bind_stack(decoder, store))
-    last = np.array([CONTEXT - 1])
-    bounds, none = np.array([0, 1], np.int32), np.zeros((0, 2), np.int32)
+    stack = bind_stack(decoder, store)
+    assert (stack is None) == (ops.fused is None)
+    forward = forward_recurrent(decoder, store, stack)
+    last = np.arange(CONTEXT - tokens, CONTEXT)
+    bounds, none = np.array([0, tokens], np.int32), np.zeros((0, 2), np.int32)
     batch = AttentionMetadata(
         block_tables=np.arange(blocks, dtype=np.int32)[None],
         query_start=bounds,
@@ -189,33 +251,43 @@ def step_of(spec: ModelSpec, weights: dict[str, Any], ops: OpTable) -> Callable[
 
     def step() -> None:
         slots.reverse()
-        ids = draw.integers(0, spec.vocab_size, 1)
-        decoder.logits(forward(ids, last, [batch], StateBatch(bounds, *slots, none)))
+        ids = draw.integers(0, spec.vocab_size, tokens)
+        hidden = forward(ids, last, [batch], StateBatch(bounds, *slots, none))
+        decoder.logits(hidden[-1:])
 
     return step
 
 
-def time_steps(quantize: str, rounds: int) -> dict[str, Any]:
-    """Seconds of a step as one call and op by op, in turns, and the median of their ratios."""
-    spec, native = spec_from_config(BILLION), select_ops("cpu", "bfloat16", "cpu")
+def time_steps(kind: str, quantize: str, rounds: int) -> dict[str, Any]:
+    """Seconds of steps as one call and op by op, in turns, and the medians of their ratios."""
+    spec, native = spec_from_config(BILLIONS[kind]), select_ops("cpu", "bfloat16", "cpu")
+    assert spec.states is not None
     weights = random_weights(native, quantize, spec)
-    steps = {
-        "one call": step_of(spec, weights, native),
-        "op by op": step_of(spec, weights, replace(native, fused=None)),
-    }
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(rounds + 2):
-        for name, step in steps.items():
-            began = time.process_time()
-            step()
-            if turn >= 2:
-                times[name].append(time.process_time() - began)
-    pairs = zip(times["op by op"], times["one call"], strict=True)
-    return {
+    tables = {"one call": native, "op by op": replace(native, fused=None)}
+    found: dict[str, Any] = {
+        "kind": kind,
+        "quantize": quantize,
         "billion_parameters": num_parameters(spec) / 1e9,
-        "ms": {name: 1e3 * statistics.median(seconds) for name, seconds in times.items()},
-        "op_by_op_over_one_call": statistics.median(many / one for many, one in pairs),
+        "state_mib": spec.states.slot_bytes / 2**20,
     }
+    for words, tokens, turns in (
+        ("token", 1, rounds),
+        (f"prompt of {PROMPT}", PROMPT, rounds // 8),
+    ):
+        steps = {name: step_of(spec, weights, ops, tokens) for name, ops in tables.items()}
+        times: dict[str, list[float]] = {name: [] for name in steps}
+        for turn in range(turns + 2):
+            for name, step in steps.items():
+                began = time.process_time()
+                step()
+                if turn >= 2:
+                    times[name].append(time.process_time() - began)
+        pairs = zip(times["op by op"], times["one call"], strict=True)
+        found[words] = {
+            "ms": {name: 1e3 * statistics.median(seconds) for name, seconds in times.items()},
+            "op_by_op_over_one_call": statistics.median(many / one for many, one in pairs),
+        }
+    return found
 
 
 def play(folder: Path, kv_memory: int, seed: int) -> float:
@@ -243,44 +315,62 @@ def play(folder: Path, kv_memory: int, seed: int) -> float:
 
 
 def main() -> None:
-    """Run both parts and print them."""
+    """Run the parts and print them."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--rounds", type=int, default=400)
     options.add_argument("--seeds", type=int, default=2)
+    options.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     options.add_argument("--output")
     given = options.parse_args()
     check_output(given.output)
     attention.set_threads(1, [], [])
-    kernels = {}
+    found: dict[str, Any] = {}
+    if "kernels" in given.parts:
+        found["kernels"] = kernels(given.rounds)
+    if "steps" in given.parts:
+        found["steps"] = []
+        for kind in BILLIONS:
+            for quantize in ("none", "int4"):
+                found["steps"].append(time_steps(kind, quantize, given.rounds // 4))
+                print(json.dumps(found["steps"][-1]), flush=True)
+    if "hits" in given.parts:
+        found["hits"] = hits(given.seeds)
+    if given.output:
+        machine = f"{cpu_name()}, {this_machine().describe()}"
+        command = f"python {' '.join(['benchmarks/hybrids.py', *sys.argv[1:]])}"
+        write_json(given.output, {"command": command, "machine": machine, **found})
+
+
+def kernels(rounds: int) -> dict[str, dict[str, float]]:
+    """The costs of the delta rule, by model."""
+    found = {}
     for name, (layers, shape) in MODELS.items():
-        seconds = time_kernel(layers, shape, given.rounds)
-        kernels[name] = {
+        seconds = time_kernel(layers, shape, rounds)
+        found[name] = {
             "state_mib": layers * shape.state_bytes / 2**20,
             "ms_a_token": 1e3 * layers * seconds["token"],
             "ms_a_prompt_token": 1e3 * layers * seconds["prompt"] / 512,
             "ms_of_a_copy": 1e3 * layers * seconds["copy"],
             "token_over_copy": seconds["token"] / seconds["copy"],
         }
-        print(name, json.dumps(kernels[name]))
-    steps = {name: time_steps(name, given.rounds // 4) for name in ("none", "int4")}
-    print(json.dumps(steps))
-    hits = []
+        print(name, json.dumps(found[name]))
+    return found
+
+
+def hits(seeds: int) -> list[dict[str, Any]]:
+    """The shares of prompt tokens from the prefix cache, of three models over the same traces."""
+    found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as home:
         hybrid = random_folder(HYBRID, Path(home) / "hybrid")
         plain = random_folder(ATTENTION, Path(home) / "attention")
         large = random_folder(LARGE, Path(home) / "large")
         folders = {"attention": plain, "hybrid": hybrid, "hybrid, large states": large}
-        for seed in range(given.seeds):
+        for seed in range(seeds):
             for memory in (2**23, 2**25, 2**26, 2**27):
                 shares = {name: play(folder, memory, seed) for name, folder in folders.items()}
-                hits.append({"seed": seed, "kv_memory": memory, "hits": shares})
-                print(json.dumps(hits[-1]))
-    if given.output:
-        machine = f"{cpu_name()}, {this_machine().describe()}"
-        command = f"python {' '.join(['benchmarks/hybrids.py', *sys.argv[1:]])}"
-        result = {"command": command, "machine": machine, "kernels": kernels}
-        result |= {"steps": steps, "hits": hits}
-        write_json(given.output, result)
+                found.append({"seed": seed, "kv_memory": memory, "hits": shares})
+                print(json.dumps(found[-1]))
+    return found
 
 
 if __name__ == "__main__":

@@ -491,9 +491,6 @@ RECURRENT = hybrid_cases(_case, _rope) | state_cases(_case, _rope)
 ATTENTIVE = CASES  # those without recurrent layers
 ON_GPUS = [*ATTENTIVE, *(name for name in RECURRENT if name.startswith("qwen3"))]
 CASES = CASES | RECURRENT
-STACKED = ATTENTIVE | {  # those that a CPU runs as one native call
-    name: case for name, case in RECURRENT.items() if case.architecture.startswith("Qwen3")
-}
 
 
 FAMILY_CASES = {  # the first one of each family

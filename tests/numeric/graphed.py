@@ -189,7 +189,7 @@ def load_on_tensors(*given: Any, ops: OpTable, **more: Any) -> Decoder:
     delta, fused = ops.delta, ops.fused
     if delta is not None and ops.describe()["paged_attention"] != "triton":
         delta = without_padded_states(delta)
-        fused = fused and replace(fused, mixes=lambda _: False)  # of layers that are not wrapped
+        fused = fused and replace(fused, mixes=False)  # of layers that are not wrapped
     return load_model(*given, ops=replace(ops, pack=pack, delta=delta, fused=fused), **more)
 
 

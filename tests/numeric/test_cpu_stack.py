@@ -14,7 +14,6 @@ import torch
 from checkpoints import (
     CASES,
     RECURRENT,
-    STACKED,
     build,
     likeliest_by_reference,
     prompt,
@@ -47,7 +46,7 @@ from weft.models.fused import describe_layers
 from weft.models.layout import storage_of
 from weft.models.loader import load_model
 
-EXTRAS = [n for n in STACKED if "moe" in n or "gemma4" in n or n in RECURRENT]
+EXTRAS = [n for n in CASES if "moe" in n or "gemma4" in n or n in RECURRENT]
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +82,7 @@ def steps(runner: PagedRunner) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("folder", STACKED, indirect=True)
+@pytest.mark.parametrize("folder", CASES, indirect=True)
 @pytest.mark.parametrize(
     ("dtype", "quantize"),
     [
@@ -133,7 +132,15 @@ print(*result.token_ids)
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3-moe", "gemma4-shared-kv", "gemma4-moe-key-is-value", "glm4-moe", "qwen3-next"]
+    "name",
+    [
+        "qwen3-moe",
+        "gemma4-shared-kv",
+        "gemma4-moe-key-is-value",
+        "glm4-moe",
+        "qwen3-next",
+        "nemotron-h-moe",
+    ],
 )
 def test_an_engine_needs_no_torch_for_it(tmp_path, name) -> None:
     model = build(name)
@@ -270,12 +277,12 @@ def test_recurrent_layers_without_slots_that_fit_are_refused(folder) -> None:
     assert decoder.bind([], []) is None
 
 
-def test_a_kind_of_state_that_the_stack_does_not_know_stays_op_by_op(tmp_path) -> None:
+def test_recurrent_layers_stay_op_by_op_where_no_stack_mixes(tmp_path) -> None:
     name = "qwen3.5"
     path = save(build(name), tmp_path)
     ops = select_ops("cpu", "float32", "cpu")
     assert ops.fused is not None
-    ops = replace(ops, fused=replace(ops.fused, mixes=lambda _: False))
+    ops = replace(ops, fused=replace(ops.fused, mixes=False))
     decoder = load_model(path, "float32", CASES[name].max_model_len, ops)
     assert describe_layers(decoder.spec, ops) == "op by op, 1 of 4 fused"
     assert decoder.bind([], [], {0: LayerStates(None, None)}) is None

@@ -339,8 +339,8 @@ class Fused:
         described: a readable description of how a model runs if all its layers are bound.
         every_layer: also layers that read another one's KV and those with the extras of Gemma 4
             are bound.
-        mixes: whether recurrent layers of a shape are bound; if any are, ``stack`` is a
-            ``RecurrentStack``.
+        mixes: recurrent layers are bound, and layers whose MLP has no gate or that have none;
+            ``stack`` is a ``RecurrentStack``.
         padded: ``stack`` takes batches with padding and ragged tables; it is a ``PaddedStack``.
         hosted: experts may be ``HostedExperts``.
     """
@@ -349,7 +349,7 @@ class Fused:
     stack: Callable[[StackParts], FusedStack]
     described: str
     every_layer: bool = False
-    mixes: Callable[[Any], bool] = lambda _: False
+    mixes: bool = False
     padded: bool = False
     hosted: bool = False
 

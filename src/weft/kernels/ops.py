@@ -244,7 +244,7 @@ def _native_ops(dtype: str, weights: Mapping[str, str]) -> OpTable:
             stack.CpuStack,
             "all in one native call",
             every_layer=True,
-            mixes=delta.stacks,
+            mixes=True,
         ),
         batch_invariant=True,
         names={

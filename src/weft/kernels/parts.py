@@ -23,7 +23,7 @@ class Norms:
     """
 
     input_norm: Array  # [C]
-    mlp_norm: Array  # [C]
+    mlp_norm: Array | None  # [C]
     qk_norm: Array | None
     post_attention_norm: Array | None  # [C]
     post_mlp_norm: Array | None  # [C]
@@ -53,7 +53,7 @@ class LayerShape:
     head_dim: int
     norm_eps: float
     norm_plus_one: bool  # norms multiply by 1 + weight
-    activation: str  # ``silu``, ``gelu_tanh`` or ``swiglu_oai``
+    activation: str  # ``silu``, ``gelu_tanh``, ``swiglu_oai`` or ``relu2``
     value_is_key: bool = False  # V is the K projection before its norm and rotation
     value_norm: bool = False  # V is normalised without a weight
     qk_norm_whole: bool = False  # one norm over all heads of Q, and one over those of K
@@ -63,6 +63,7 @@ class LayerShape:
     parallel_block: bool = False  # the MLP reads the residual that attention reads
     own_query_angles: bool = False  # angles are [T, 2R]: those of keys, then those of queries
     post_eps: float | None = None  # of norms after attention and the MLP, if not ``norm_eps``
+    feeds_forward: bool = True  # an MLP or experts follow attention
     gating: str | None = None  # ``sigmoid`` or ``softplus``, of a gate of attention's output
 
 
@@ -128,13 +129,21 @@ class MixedParts:
 
     Attributes:
         mixer: such as a ``kernels.delta.DeltaLayer``.
-        inputs: numbers of a token that it mixes, which ``qkv`` gives.
-        gates: numbers of the gates of its state, which ``state_gates`` gives; 0: it has none.
+        inputs: numbers of a token that it mixes.
+        gates: numbers of the gates of its state; 0: it has none.
+        projected: numbers that ``qkv`` gives: inputs, and behind all of these gates.
+        gate_rows: numbers that ``state_gates`` gives: the first gates, and then the inner ones of
+            low-rank products (KDA).
+        rank: inner numbers of ``state_gate_up``, which gives the last inputs, and as many of
+            ``forget_up``, which gives the last gates; 0: there are none.
     """
 
     mixer: Any
     inputs: int
     gates: int
+    projected: int
+    gate_rows: int
+    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -143,8 +152,10 @@ class LayerParts:
 
     Attributes:
         matrices: ``qkv`` and ``output``; ``output_gate`` of what that reads; ``gate_up`` and
-            ``down`` of an MLP; ``router`` of experts; ``input_gate`` and ``input_projection`` of a
-            layer with per-layer inputs; ``state_gates`` of a recurrent layer.
+            ``down`` of an MLP, or ``up`` and ``down`` of one without a gate; ``router`` of experts;
+            ``input_gate`` and ``input_projection`` of a layer with per-layer inputs;
+            ``state_gates`` of a recurrent layer, ``state_gate_up`` and ``forget_up``. A layer may
+            have neither MLP nor experts.
         experts: in place of the MLP; beside it as routed ones beside shared ones; or, where what
             the MLP gives has a norm, with norms of their own (Gemma 4).
         scalar: [1], multiplies what leaves the layer.
@@ -225,13 +236,14 @@ def check_parts(parts: LayerParts) -> None:
         qkv = parts.latent.query_rows() + dim
         attended = heads * int(parts.latent.value_up[0].shape[0])
     if parts.mixed is not None:
-        qkv = parts.mixed.inputs
+        qkv = parts.mixed.projected
     wanted = {
+        **_of_states(parts.mixed, hidden),
         "qkv": (qkv, hidden),
         "output": (hidden, attended),
         "output_gate": (_gates(parts), hidden),
-        "state_gates": (0 if parts.mixed is None else parts.mixed.gates, hidden),
         "gate_up": (2 * size, hidden),
+        "up": (size, hidden),
         "down": (hidden, size),
         "router": (router, hidden),
         "router_bias": (router,),
@@ -265,6 +277,18 @@ def check_parts(parts: LayerParts) -> None:
             )
 
 
+def _of_states(mixed: MixedParts | None, hidden: int) -> dict[str, tuple[int, int]]:
+    """Shapes of the products of the gates of a recurrent layer."""
+    if mixed is None:
+        return {}
+    forgetting = mixed.gates - mixed.gate_rows + 2 * mixed.rank
+    return {
+        "state_gates": (mixed.gate_rows, hidden),
+        "state_gate_up": (mixed.inputs - mixed.projected, mixed.rank),
+        "forget_up": (forgetting, mixed.rank),
+    }
+
+
 def _gates(parts: LayerParts) -> int:
     """Outputs of the gate of attention's output: one a head, or one for each of its numbers."""
     heads, gate = parts.shape.heads, parts.matrices.get("output_gate")
@@ -278,13 +302,18 @@ def _check_complete(parts: LayerParts) -> None:
     given |= {"experts"} if parts.experts is not None else set()
     own_norms = ("router_scale", "dense_post_norm", "expert_norm", "expert_post_norm")
     beside = not given.isdisjoint(own_norms)
+    gated, mixed = parts.shape.activation not in UNGATED, parts.mixed
+    alone = "experts" not in given and parts.shape.feeds_forward
+    of_mlp = "down" in given or alone or beside
     needs = {
         "qkv": True,
         "output": True,
         "output_gate": parts.shape.gating is not None,
-        "state_gates": parts.mixed is not None and parts.mixed.gates > 0,
-        "gate_up": "down" in given or "experts" not in given or beside,
-        "down": "gate_up" in given,
+        "state_gates": mixed is not None and mixed.gates > 0,
+        **dict.fromkeys(("state_gate_up", "forget_up"), mixed is not None and mixed.rank > 0),
+        "gate_up": of_mlp and gated,
+        "up": of_mlp and not gated,
+        "down": "gate_up" in given or "up" in given,
         "router": "experts" in given,
         "experts": "router" in given or beside,
         **dict.fromkeys(own_norms, beside),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from weft.kernels.conv import ConvShape
 from weft.kernels.delta import DeltaShape
 from weft.kernels.hosted import HostedExperts
 from weft.kernels.interface import Fused, FusedLayer, OpTable
@@ -18,11 +19,11 @@ from weft.kernels.parts import (
     RoutedExperts,
 )
 from weft.models.layers import LayerWeights, StateLayer
-from weft.models.spec import LayerSpec, ModelSpec
+from weft.models.spec import LayerSpec, ModelSpec, StateShape, StateSpec
 
 MATRICES = (
-    *("qkv", "output", "output_gate", "gate_up", "down", "router"),
-    *("input_gate", "input_projection", "state_gates"),
+    *("qkv", "output", "output_gate", "gate_up", "up", "down", "router"),
+    *("input_gate", "input_projection", "state_gates", "state_gate_up", "forget_up"),
 )
 
 
@@ -33,9 +34,8 @@ def fusable(spec: ModelSpec, layer: LayerSpec, fused: Fused, ranks: int = 1) -> 
     """
     if ranks > 1 and (layer.state is not None or spec.qk_norm_whole):
         return False
-    if layer.state is not None and not fused.mixes(layer.state.shape):
-        return False
-    if spec.activation in UNGATED or not layer.has_feed_forward:
+    recurrent = layer.state is not None or not layer.has_feed_forward
+    if (recurrent or spec.activation in UNGATED) and not fused.mixes:
         return False
     beside_mlp = layer.moe and spec.moe is not None and spec.moe.beside_mlp
     plain = layer.kv_source is None and not (layer.value_is_key or beside_mlp)
@@ -99,6 +99,7 @@ def fuse(
         parallel_block=spec.parallel_block,
         own_query_angles=bool(spec.ropes[layer.rope].query_scales),
         post_eps=spec.post_norm_eps,
+        feeds_forward=layer.has_feed_forward,
         gating=None if spec.output_gate is None else spec.output_gate.kind,
     )
     matrices = {name: getattr(weights, name) for name in MATRICES}
@@ -108,7 +109,9 @@ def fuse(
     experts = None
     if layer.moe:
         assert spec.moe is not None
-        gate_up, down = weights.expert_gate_up, weights.expert_down
+        gated = weights.expert_up is None
+        gate_up = weights.expert_gate_up if gated else weights.expert_up
+        down = weights.expert_down
         experts = RoutedExperts(
             gate_up,
             down,
@@ -121,7 +124,7 @@ def fuse(
             spec.moe.shared_gate,
         )
     latent = None
-    if spec.latent is not None:
+    if spec.latent is not None and layer.state is None:
         latent = LatentParts(
             spec.latent.rotated_dim,
             spec.latent.norm_eps,
@@ -133,11 +136,33 @@ def fuse(
         )
     mixed = None
     if layer.state is not None:
-        sizes = layer.state.shape
-        assert isinstance(sizes, DeltaShape)
-        mixed = MixedParts(mixer, sizes.channels + sizes.values, sizes.value_heads + sizes.decays)
-        shape = replace(
-            shape, heads=sizes.value_heads, kv_heads=0, head_dim=sizes.value_dim, gating=None
-        )
+        mixed = _mixed(layer.state, mixer)
+        heads, size = _heads(layer.state.shape)
+        shape = replace(shape, heads=heads, kv_heads=0, head_dim=size, gating=None)
     parts = LayerParts(shape, matrices, norms, biases, experts, weights.layer_scalar, latent, mixed)
     return ops.fused.layer(parts)
+
+
+def _mixed(state: StateSpec, mixer: StateLayer | None) -> MixedParts:
+    """What the mixer of a recurrent layer takes, and which products give it."""
+    shape = state.shape
+    if isinstance(shape, ConvShape):
+        return MixedParts(mixer, 3 * shape.channels, 0, 3 * shape.channels, 0)
+    inputs = shape.channels + shape.values
+    if not isinstance(shape, DeltaShape):
+        return MixedParts(mixer, inputs, shape.heads, inputs, shape.heads)
+    heads, gates = shape.value_heads, shape.value_heads + shape.decays
+    if not shape.by_channel:
+        return MixedParts(mixer, inputs, gates, inputs, gates)
+    if (rank := state.gate_rank) is None:
+        return MixedParts(mixer, inputs, gates, inputs + shape.decays, heads)
+    return MixedParts(mixer, inputs, gates, shape.channels, heads + 2 * rank, rank)
+
+
+def _heads(shape: StateShape) -> tuple[int, int]:
+    """Heads of what a recurrent layer gives, and their size."""
+    if isinstance(shape, ConvShape):
+        return 1, shape.channels
+    if isinstance(shape, DeltaShape):
+        return shape.value_heads, shape.value_dim
+    return shape.heads, shape.head_dim

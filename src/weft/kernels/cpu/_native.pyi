@@ -35,31 +35,6 @@ def isa() -> str: ...
 def machine_isas() -> list[str]: ...
 def isas() -> list[str]: ...
 def use_isa(isa: str) -> None: ...
-def advance_conv(
-    shape: tuple[int, ...],
-    weights: tuple[int, ...],
-    inputs: int,
-    bounds: NDArray[np.int32],
-    reads: NDArray[np.int32],
-    writes: NDArray[np.int32],
-    marks: NDArray[np.int32],
-    x: _View,
-    out: int,
-) -> None: ...
-def advance_mamba2(
-    shape: tuple[int, ...],
-    weights: tuple[int, ...],
-    numbers: tuple[float, ...],
-    matrices: int,
-    inputs: int,
-    bounds: NDArray[np.int32],
-    reads: NDArray[np.int32],
-    writes: NDArray[np.int32],
-    marks: NDArray[np.int32],
-    x: _View,
-    gates: _View,
-    out: int,
-) -> None: ...
 
 class Mixer:
     def advance(
@@ -85,6 +60,14 @@ class Delta(Mixer):
         sigmoid: bool,
         floor: float,
         /,
+    ) -> None: ...
+
+class Conv(Mixer):
+    def __init__(self, shape: tuple[int, ...], weights: tuple[int, ...], /) -> None: ...
+
+class Mamba2(Mixer):
+    def __init__(
+        self, shape: tuple[int, ...], weights: tuple[int, ...], numbers: tuple[float, ...], /
     ) -> None: ...
 
 layout_version: int
@@ -250,6 +233,10 @@ class Layer:
     parallel: bool
     own_query_angles: bool
     state_gates: Matrix
+    state_gate_up: Matrix
+    forget_up: Matrix
+    mixer_inputs: int
+    mixer_gates: int
     mixer: Mixer
     router: Matrix
     experts: Experts

@@ -139,6 +139,10 @@ void bind_layer(nb::module_& m) {
       .def_rw("parallel", &Layer::parallel)
       .def_rw("own_query_angles", &Layer::own_query_angles)
       .def_rw("state_gates", &Layer::state_gates)
+      .def_rw("state_gate_up", &Layer::state_gate_up)
+      .def_rw("forget_up", &Layer::forget_up)
+      .def_rw("mixer_inputs", &Layer::mixer_inputs)
+      .def_rw("mixer_gates", &Layer::mixer_gates)
       .def_rw("mixer", &Layer::mixer)
       .def_prop_rw(
           "gating", [](const Layer& layer) { return static_cast<int>(layer.gating); },

@@ -22,7 +22,12 @@ def refusal(shape: ConvShape) -> str:
 
 
 class CpuConv:
-    """A layer of a gated short convolution; see ``reference_conv.ReferenceConv``."""
+    """A layer of a gated short convolution; see ``reference_conv.ReferenceConv``.
+
+    Attributes:
+        shape: the layer's sizes.
+        native: for a stack.
+    """
 
     def __init__(self, parts: ConvParts) -> None:
         """Bind the parameters.
@@ -32,10 +37,14 @@ class CpuConv:
         """
         if why := refusal(parts.shape):
             raise ValueError(f"no kernel for {why}")
-        self._shape = parts.shape
+        self.shape = parts.shape
         conv = np.ascontiguousarray(as_floats(parts.conv).T)  # [K, C]
         bias = np.zeros(parts.shape.channels, np.float32)
         self._weights = (conv, bias if parts.bias is None else as_floats(parts.bias))
+        self.native = _native.Conv(
+            (parts.shape.channels, parts.shape.taps),
+            tuple(address(weight) for weight in self._weights),
+        )
 
     def __call__(self, x: Array, _gates: None, states: LayerStates, batch: StateBatch) -> Array:
         """Return [T, C], and write the states of all rows.
@@ -43,15 +52,15 @@ class CpuConv:
         Raises:
             ValueError: shapes, dtypes or slots do not fit; nothing has been written then.
         """
-        shape, tokens = self._shape, len(x)
+        shape, tokens = self.shape, len(x)
         name, wide = dtype_name(x.dtype), (tokens, 3 * shape.channels)
         if tuple(x.shape) != wide or name not in ("float32", "bfloat16"):
             raise ValueError(f"x {list(x.shape)} of {name}: expected {list(wide)}")
         x = dense_rows(x)
         slots = checked_slots(shape, states, batch, tokens)
         out = empty(x, (tokens, shape.channels))
-        _native.advance_conv(
-            (shape.channels, shape.taps), tuple(address(weight) for weight in self._weights),
-            address(states.inputs), *slots, view("x", x), address(out),
+        self.native.advance(
+            address(states.matrices), address(states.inputs), *slots,
+            view("x", x), view("gates", x[:, :0]), address(out),
         )  # fmt: skip
         return out

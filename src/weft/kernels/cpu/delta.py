@@ -6,7 +6,7 @@ import numpy as np
 
 from weft.kernels.arrays import Array, address, dense_rows, dtype_name, empty, view
 from weft.kernels.cpu import _native
-from weft.kernels.cpu.slots import StateShape, as_floats, checked_slots
+from weft.kernels.cpu.slots import as_floats, checked_slots
 from weft.kernels.delta import DeltaParts, DeltaShape, LayerStates, StateBatch
 
 SLAB, MOST_KEYS, MOST_TAPS = 16, 256, 16  # the constants of delta.hpp
@@ -22,11 +22,6 @@ def refusal(shape: DeltaShape) -> str:
     if not 2 <= shape.taps <= MOST_TAPS:
         return f"convolutions over {shape.taps} inputs: 2 to {MOST_TAPS} are"
     return ""
-
-
-def stacks(shape: StateShape) -> bool:
-    """Whether a stack computes the recurrent layers of a shape: two products and this mixer."""
-    return isinstance(shape, DeltaShape) and not shape.by_channel
 
 
 class CpuDelta:

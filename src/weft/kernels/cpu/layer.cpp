@@ -94,28 +94,45 @@ void layer_pre(const Layer& layer, const char* residual, int64_t tokens, const f
   phases.run(worth_sharing(work_of(*layer.qkv, tokens)));
 }
 
-void recurrent_pre(const Layer& layer, const char* residual, int64_t tokens, char* mixed,
+void recurrent_pre(const Layer& layer, const char* residual, int64_t tokens, Rows mixed,
                    char* gates) {
   static thread_local KeptMemory kept;
   const PanelKernels& kernels = *chosen_isa().panel;
   const DType type = layer.type();
-  const int64_t hidden = layer.qkv->inputs();
-  const Rows in = rows_of(residual, hidden, type);
-  const auto product_of = [&](const Matrix* matrix, const void* bias, char* out) {
-    return Multiplication{.matrix = matrix, .bias = bias, .x = {}, .residual = {},
-                          .out = rows_of(out, matrix->outputs(), type), .rows = tokens,
-                          .out_type = type};
+  const int64_t hidden = layer.qkv->inputs(), bytes = size_of(type);
+  const bool gated = layer.state_gates != nullptr, low_rank = layer.state_gate_up != nullptr;
+  const Rows in = rows_of(residual, hidden, type), opened = rows_of(gates, layer.mixer_gates, type);
+  const auto product_of = [&](const Matrix* matrix, const void* bias, Rows out) {
+    return Multiplication{.matrix = matrix, .bias = bias, .x = {}, .residual = {}, .out = out,
+                          .rows = tokens, .out_type = type};
+  };
+  const auto from = [bytes](Rows rows, int64_t column) {
+    return Rows{rows.data + column * bytes, rows.stride};
   };
   std::array<Multiplication, 2> both{product_of(layer.qkv, layer.qkv_bias, mixed)};
-  if (layer.state_gates != nullptr) both[1] = product_of(layer.state_gates, nullptr, gates);
-  const std::span products(both.data(), layer.state_gates == nullptr ? 1 : 2);
+  if (gated) both[1] = product_of(layer.state_gates, nullptr, opened);
+  const std::span products(both.data(), gated ? 2 : 1);
+  std::array<Multiplication, 2> second{};
+  if (low_rank) {
+    const int64_t last = layer.mixer_gates - layer.forget_up->outputs();
+    second = {product_of(layer.state_gate_up, nullptr, from(mixed, layer.qkv->outputs())),
+              product_of(layer.forget_up, nullptr, from(opened, last))};
+  }
+  const std::span seconds(second.data(), low_rank ? 2 : 0);
   for (Multiplication& product : products) product.cut(shared_pool().threads());
+  for (Multiplication& product : seconds) product.cut(shared_pool().threads());
   kept.lay_out([&](Slices& slices) {
     const Rows x = layer.input_norm == nullptr ? in : slices.rows(tokens, hidden, type);
     for (Multiplication& product : products) {
       product.round_into(slices.take(product.round_bytes()));
       product.x = x;
     }
+    if (!low_rank) return;
+    both[1].out = slices.rows(tokens, layer.state_gates->outputs(), type);
+    for (Multiplication& product : seconds) product.round_into(slices.take(product.round_bytes()));
+    const int64_t rank = layer.forget_up->inputs(), first = both[1].matrix->outputs() - 2 * rank;
+    second[0].x = from(both[1].out, first);
+    second[1].x = from(both[1].out, first + rank);
   });
   const Rows x = both[0].x;
   Phases phases;
@@ -128,11 +145,31 @@ void recurrent_pre(const Layer& layer, const char* residual, int64_t tokens, cha
       if (product.rounds()) product.round_row(token);
     }
   });
-  const int64_t first = both[0].items(), all = first + (products.size() > 1 ? both[1].items() : 0);
-  phases.add(all, [&](int64_t item) {
-    if (item < first) return both[0].run(kernels, item);
-    both[1].run(kernels, item - first);
-  });
+  const auto multiply_both = [&](std::array<Multiplication, 2>& two, bool pair) {
+    const int64_t first = two[0].items(), all = first + (pair ? two[1].items() : 0);
+    phases.add(all, [&two, &kernels, first](int64_t item) {
+      if (item < first) return two[0].run(kernels, item);
+      two[1].run(kernels, item - first);
+    });
+  };
+  multiply_both(both, gated);
+  if (low_rank) {
+    const int64_t given = layer.mixer_gates - layer.forget_up->outputs();
+    phases.add_tokens(tokens, [&, given](int64_t token) {
+      std::memcpy(opened.row(token), both[1].out.row(token), given * bytes);
+      for (const Multiplication& product : seconds) {
+        if (product.rounds()) product.round_row(token);
+      }
+    });
+    multiply_both(second, true);
+  } else if (gated && layer.mixer_gates > layer.state_gates->outputs()) {
+    // Of gates that `qkv` gives behind what is mixed.
+    const int64_t given = layer.state_gates->outputs(), more = layer.mixer_gates - given;
+    phases.add_tokens(tokens, [&, given, more](int64_t token) {
+      std::memcpy(opened.row(token) + given * bytes, mixed.row(token) + layer.mixer_inputs * bytes,
+                  more * bytes);
+    });
+  }
   phases.run(worth_sharing(work_of(*layer.qkv, tokens)));
 }
 

@@ -29,7 +29,9 @@ struct Layer {
   const Matrix* qkv = nullptr;
   const Matrix* output = nullptr;   // [hidden, heads * head_size]
   const Matrix* output_gate = nullptr;  // of what `output` reads: [heads or heads * head_size, hidden]
-  const Matrix* gate_up = nullptr;  // gated [2 * size, hidden]
+  // Gated [2 * size, hidden]; with relu2 not, [size, hidden]. Without it and without experts what
+  // attention adds is all that the layer does.
+  const Matrix* gate_up = nullptr;
   const Matrix* down = nullptr;     // [hidden, size]
   const Matrix* router = nullptr;   // [experts, hidden], with a gate of the MLP one output more
   const void* qkv_bias = nullptr;
@@ -70,7 +72,12 @@ struct Layer {
   // Of a recurrent layer, whose `qkv` gives what the mixer mixes, without norms and rotation of
   // heads; it gives `heads` of `head_size`.
   const Mixer* mixer = nullptr;
-  const Matrix* state_gates = nullptr;  // [M, hidden], the gates of its state, where it has any
+  const Matrix* state_gates = nullptr;  // of its state, [M, hidden], where it has any
+  // Low-rank gates (KDA): the last numbers of what `state_gates` gives, R for each of both, times these
+  // are the last numbers of the mixer's input and of its gates.
+  const Matrix* state_gate_up = nullptr;  // [.., R]
+  const Matrix* forget_up = nullptr;      // [.., R]
+  int64_t mixer_inputs = 0, mixer_gates = 0;  // what the mixer takes of a token
   float epsilon = 0, post_epsilon = 0;  // post: of the norms after attention and MLP or experts
   bool centred = false;       // norms subtract the mean first
   bool parallel = false;      // the MLP reads the residual that attention reads
@@ -94,9 +101,9 @@ void layer_pre(const Layer& layer, const char* residual, int64_t tokens, const f
 // The same of a layer with latent attention: of its absorbed queries, and twice of the row.
 void latent_pre(const Layer& layer, const char* residual, int64_t tokens, const float* cos,
                 const float* sin, int64_t half, char* qkv);
-// Norm and products of a recurrent layer: what it mixes [tokens, columns], and the gates of its state
-// [tokens, M], which are not written where it has none.
-void recurrent_pre(const Layer& layer, const char* residual, int64_t tokens, char* mixed, char* gates);
+// Norm and products of a recurrent layer: what it mixes, of `mixer_inputs` numbers in rows that may
+// have more behind them, at least `columns`; and the gates of its state [tokens, mixer_gates].
+void recurrent_pre(const Layer& layer, const char* residual, int64_t tokens, Rows mixed, char* gates);
 // Output projection, MLP and experts, norms and sums, the token's own input: out [tokens, hidden]
 // is the new residual. It may be the old one's memory.
 //

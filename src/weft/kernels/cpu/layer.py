@@ -47,7 +47,7 @@ class CpuLayer:
         self.native = _native.Layer()
         self._kept: list[object] = [matrices]  # what the native side points to
         for name, matrix in matrices.items():
-            setattr(self.native, name, matrix.native)
+            setattr(self.native, "gate_up" if name == "up" else name, matrix.native)
         for name, weight in vars(parts.norms).items():
             if weight is not None:
                 one = np.float32(shape.norm_plus_one and name != "router_scale")
@@ -62,8 +62,10 @@ class CpuLayer:
         if parts.latent is not None:
             self._bind_latent(parts.latent)
         self.mixer = None if parts.mixed is None else parts.mixed.mixer
-        if self.mixer is not None:
-            self.native.mixer = self.mixer.native
+        if parts.mixed is not None:
+            self.native.mixer = parts.mixed.mixer.native
+            self.native.mixer_inputs = parts.mixed.inputs
+            self.native.mixer_gates = parts.mixed.gates
         self._bind_shape(shape)
 
     def _bind_latent(self, latent: LatentParts) -> None:
@@ -156,7 +158,7 @@ class CpuLayer:
         """Output projection, MLP, experts, norms and sums: the new residual [T, C].
 
         Args:
-            attended: [T, H, D].
+            attended: [T, H, D], or [T, H * D].
             residual: [T, C].
             inputs: [T, P], of a layer with per-layer inputs.
 
@@ -164,10 +166,8 @@ class CpuLayer:
             ValueError: shapes or dtypes do not fit.
         """
         tokens, shape = self._rows(residual), self._shape
-        if (
-            attended.shape != (tokens, shape.heads, shape.head_dim)
-            or dtype_name(attended.dtype) != self._dtype
-        ):
+        wide = ((tokens, shape.heads, shape.head_dim), (tokens, shape.heads * shape.head_dim))
+        if tuple(attended.shape) not in wide or dtype_name(attended.dtype) != self._dtype:
             raise ValueError(f"attended {list(attended.shape)} does not fit {tokens} tokens")
         attended, residual = contiguous(attended), contiguous(residual)
         out = empty(residual, residual.shape)

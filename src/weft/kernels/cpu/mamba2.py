@@ -29,6 +29,10 @@ class CpuMamba2:
 
     Matrices lie in slabs of 16 columns, [H][P / 16][N][16], each of which one thread takes through
     all tokens of a row.
+
+    Attributes:
+        shape: the layer's sizes.
+        native: for a stack.
     """
 
     def __init__(self, parts: Mamba2Parts) -> None:
@@ -39,8 +43,7 @@ class CpuMamba2:
         """
         if why := refusal(parts.shape):
             raise ValueError(f"no kernel for {why}")
-        self._shape = parts.shape
-        self._numbers = (parts.norm_eps, *parts.time_limits)
+        self.shape = shape = parts.shape
         conv = np.ascontiguousarray(as_floats(parts.conv).T)  # [K, channels]
         bias = np.zeros(parts.shape.channels, np.float32)
         self._weights = (
@@ -51,6 +54,11 @@ class CpuMamba2:
             as_floats(parts.skip),
             as_floats(parts.norm),
         )
+        self.native = _native.Mamba2(
+            (shape.heads, shape.head_dim, shape.groups, shape.state_dim, shape.taps),
+            tuple(address(weight) for weight in self._weights),
+            (parts.norm_eps, *parts.time_limits),
+        )
 
     def __call__(self, x: Array, gates: Array, states: LayerStates, batch: StateBatch) -> Array:
         """Return [T, H, P], and write the states of all rows.
@@ -58,7 +66,7 @@ class CpuMamba2:
         Raises:
             ValueError: shapes, dtypes or slots do not fit; nothing has been written then.
         """
-        shape, tokens = self._shape, len(x)
+        shape, tokens = self.shape, len(x)
         name, wide = dtype_name(x.dtype), (tokens, shape.channels + shape.values)
         if tuple(x.shape) != wide or name not in ("float32", "bfloat16"):
             raise ValueError(f"x {list(x.shape)} of {name}: expected {list(wide)}")
@@ -67,9 +75,7 @@ class CpuMamba2:
         x, gates = dense_rows(x), dense_rows(gates)
         slots = checked_slots(shape, states, batch, tokens)
         out = empty(x, (tokens, shape.heads, shape.head_dim))
-        sizes = (shape.heads, shape.head_dim, shape.groups, shape.state_dim, shape.taps)
-        _native.advance_mamba2(
-            sizes, tuple(address(weight) for weight in self._weights), self._numbers,
+        self.native.advance(
             address(states.matrices), address(states.inputs), *slots,
             view("x", x), view("gates", gates), address(out),
         )  # fmt: skip

@@ -121,10 +121,10 @@ class Convolution {
   std::vector<float> products_;  // [T, channels]
 };
 
-class Mamba2 {
+class Mamba2Advance {
  public:
-  Mamba2(const Mamba2Shape& shape, const Mamba2Weights& weights, const DeltaStates& states,
-         const DeltaBatch& batch, const Tensor& x, const Tensor& gates, char* out)
+  Mamba2Advance(const Mamba2Shape& shape, const Mamba2Weights& weights, const DeltaStates& states,
+                const DeltaBatch& batch, const Tensor& x, const Tensor& gates, char* out)
       : shape_(shape), weights_(weights), states_(states), batch_(batch), x_(x), gates_(gates),
         out_(out), places_(batch), mixed_(places_.tokens() * shape.channels()),
         steps_(places_.tokens() * shape.heads), decays_(steps_.size()),
@@ -245,15 +245,16 @@ class Mamba2 {
 
 }  // namespace
 
-void advance_conv(const ConvShape& shape, const ConvWeights& weights, float* inputs,
-                  const DeltaBatch& batch, const Tensor& x, char* out) {
-  if (batch.bounds.back() > 0) Convolution(shape, weights, inputs, batch, x, out).run();
+void Conv::advance(const DeltaStates& states, const DeltaBatch& batch, const Tensor& x,
+                   const Tensor& /*gates*/, char* out) const {
+  if (batch.bounds.back() == 0) return;
+  Convolution(shape, weights, states.inputs, batch, x, out).run();
 }
 
-void advance_mamba2(const Mamba2Shape& shape, const Mamba2Weights& weights,
-                    const DeltaStates& states, const DeltaBatch& batch, const Tensor& x,
-                    const Tensor& gates, char* out) {
-  if (batch.bounds.back() > 0) Mamba2(shape, weights, states, batch, x, gates, out).run();
+void Mamba2::advance(const DeltaStates& states, const DeltaBatch& batch, const Tensor& x,
+                     const Tensor& gates, char* out) const {
+  if (batch.bounds.back() == 0) return;
+  Mamba2Advance(shape, weights, states, batch, x, gates, out).run();
 }
 
 }  // namespace weft

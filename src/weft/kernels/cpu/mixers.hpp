@@ -69,22 +69,32 @@ struct Mamba2Weights {
   float least_step, largest_step;
 };
 
-// Computes all rows of a batch. No row may read a slot that another one writes.
+// A gated short convolution; nothing is owned, here and below. Its states have no matrices.
 //
 // inputs: of all slots, [slots][taps - 1][channels]: the last products;
-// x: [T, 3 * channels] what the input is multiplied by, what the result is, and the input;
-// out: [T, channels] in the type of x.
-void advance_conv(const ConvShape& shape, const ConvWeights& weights, float* inputs,
-                  const DeltaBatch& batch, const Tensor& x, char* out);
+// x: [T, 3 * channels] what the input is multiplied by, what the result is, and the input; without
+// gates.
+struct Conv final : Mixer {
+  Conv(const ConvShape& shape, const ConvWeights& weights) : shape(shape), weights(weights) {}
+  void advance(const DeltaStates& states, const DeltaBatch& batch, const Tensor& x,
+               const Tensor& gates, char* out) const override;
 
-// The same by Mamba-2.
+  const ConvShape shape;
+  const ConvWeights weights;
+};
+
+// Mamba-2.
 //
-// states: matrices [slots][heads][head_dim / kSlab][state_dim][kSlab];
+// matrices: [slots][heads][head_dim / kSlab][state_dim][kSlab];
 // x: [T, channels + values] what the convolution reads, then the gates of the norm;
-// gates: [T, heads] in the type of x: of the time step;
-// out: [T, values] in the type of x.
-void advance_mamba2(const Mamba2Shape& shape, const Mamba2Weights& weights,
-                    const DeltaStates& states, const DeltaBatch& batch, const Tensor& x,
-                    const Tensor& gates, char* out);
+// gates: [T, heads]: of the time step.
+struct Mamba2 final : Mixer {
+  Mamba2(const Mamba2Shape& shape, const Mamba2Weights& weights) : shape(shape), weights(weights) {}
+  void advance(const DeltaStates& states, const DeltaBatch& batch, const Tensor& x,
+               const Tensor& gates, char* out) const override;
+
+  const Mamba2Shape shape;
+  const Mamba2Weights weights;
+};
 
 }  // namespace weft

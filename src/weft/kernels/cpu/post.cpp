@@ -26,7 +26,7 @@ class Post {
       expand_.x_step = layer.head_size * size_of(type_);
       expand_.out_step = expand_.matrices.front()->outputs() * size_of(type_);
     }
-    gate_up_.activated = true;
+    gate_up_.activated = dense_ && layer.gate_up->gated();
     gate_up_.activation = layer.activation;
     kept.lay_out([this](Slices& slices) { place(slices); });
     connect();
@@ -46,6 +46,7 @@ class Post {
     });
     if (routed_) phases.add_tokens(tokens_, [this](int64_t i) { choose(i); });
     if (dense > 0) {
+      if (!gate_up_.activated) phases.add_tokens(tokens_, [this](int64_t token) { square(token); });
       phases.add_rounding(down_);
       phases.add(down_.items(), [this](int64_t item) { down_.run(kernels_, item); });
       if (down_.out.data == y_.data && !shared_) {
@@ -124,7 +125,8 @@ class Post {
       product->cut(threads_);
       product->round_into(slices.take(product->round_bytes()));
     }
-    for (Rows* rows : {&middle_, &y_}) *rows = slices.rows(tokens_, hidden_, type_);
+    y_ = slices.rows(tokens_, hidden_, type_);
+    middle_ = routed_ || dense_ ? slices.rows(tokens_, hidden_, type_) : result_;
     x_ = layer_.mlp_norm == nullptr ? middle_ : slices.rows(tokens_, hidden_, type_);
     output_.x = attended_;
     if (layer_.latent != nullptr) {
@@ -193,6 +195,12 @@ class Post {
     for (int64_t i = first; i < first + top_k_; ++i) {
       shares_[i] *= layer_.expert_scale[ids_[i]];
     }
+  }
+
+  // Applies the activation of an MLP without a gate to what its first product gave.
+  void square(int64_t token) const {
+    char* const row = down_.x.row(token);
+    square_positive_row(type_, row, row, layer_.down->inputs());
   }
 
   void end_mlp(int64_t token) const {

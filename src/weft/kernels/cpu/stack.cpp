@@ -204,16 +204,19 @@ class Pass {
   void mix(size_t index, char* mixed) {
     const StackLayer& stacked = stack_.layers[index];
     const Layer& layer = *stacked.layer;
-    const auto rows_in = [this](const char* name, Lines<char>& memory, int64_t columns) {
-      Tensor rows{name, fit(memory, room_ * columns * size_of(type_)), type_, 2};
+    const auto rows_in = [this](const char* name, Lines<char>& memory, int64_t columns,
+                                int64_t stride) {
+      Tensor rows{name, fit(memory, room_ * stride * size_of(type_)), type_, 2};
       rows.shape = {own_.tokens, columns};
-      rows.stride = {columns, 1};
+      rows.stride = {stride, 1};
       return rows;
     };
-    const int64_t gated = layer.state_gates == nullptr ? 0 : layer.state_gates->outputs();
-    const Tensor x = rows_in("x", kept_.qkv, layer.columns());
-    const Tensor gates = rows_in("gates", kept_.state_gates, gated);
-    recurrent_pre(layer, residual_, own_.tokens, x.as<char>(), gates.as<char>());
+    const int64_t wide = std::max(layer.columns(), layer.mixer_inputs);
+    const Tensor x = rows_in("x", kept_.qkv, layer.mixer_inputs, wide);
+    const Tensor gates =
+        rows_in("gates", kept_.state_gates, layer.mixer_gates, layer.mixer_gates);
+    recurrent_pre(layer, residual_, own_.tokens, rows_of(x.as<char>(), wide, type_),
+                  gates.as<char>());
     layer.mixer->advance(stacked.states, *states_, x, gates, mixed);
   }
 

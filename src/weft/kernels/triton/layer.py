@@ -136,6 +136,7 @@ class TritonLayer:
             attended = self._latent.outputs(attended)
         attended = self._gated_output(attended, residual)
         y = product(attended.flatten(1), self._output, biases.output_bias)  # [T, C]
+        assert norms.mlp_norm is not None
         alone = self._gate_up if self._experts is None else None
         inputs = "float" if alone is None else alone.inputs
         x, residual = add_norm(
