@@ -246,7 +246,8 @@ def touched_slots(executor: ModelledExecutor) -> list[tuple[Tier, int]]:
     for ticket in executor._outstanding:
         for batch in ticket.plan.batches:
             for state in batch.states:
-                slots = (state.read, state.write, *(slot for _, slot in state.marks))
+                lent = () if state.lent is None else state.lent.spare
+                slots = (state.read, state.write, *lent, *(slot for _, slot in state.marks))
                 found += [(Tier.DEVICE, slot) for slot in slots if slot != NO_STATE]
         for move in ticket.plan.moves:
             if move.state is not None:
@@ -319,8 +320,7 @@ def recurrent_worlds(draw, tight: bool = False):
     world = draw(worlds(tight))
     slots = draw(st.integers(3, 5 if tight else 40))
     state = GroupSpec("state", world.groups[0].block_size, slots, window=1, recurrent=True)
-    limits = replace(world.limits, lease_steps=0)
-    return replace(world, groups=(*world.groups, state), limits=limits)
+    return replace(world, groups=(*world.groups, state))
 
 
 @st.composite
@@ -397,8 +397,11 @@ def plans(world: World, arrivals, cancels, make=fcfs, step_s=0.0) -> list[str]:
         seen.append(repr(plan))
         if plan is not None:
             tickets.append(executor.launch(plan))
-        if tickets and (plan is None or len(tickets) > world.depth):
+        depth = world.depth if plan is None or not plan.lease else 0  # nothing is planned under it
+        while tickets and (plan is None or len(tickets) > depth):
             scheduler.commit(tickets.popleft().result(), turn * step_s)
+            if plan is None:
+                break
     return seen
 
 

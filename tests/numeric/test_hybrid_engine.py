@@ -219,7 +219,7 @@ def test_a_step_without_memory_is_computed_again_row_by_row(folders, monkeypatch
     """A step fails after it has written states; what it is computed again from is what it was."""
     with llm(folders["qwen3.5"]) as engine:
         expected = answers(engine, PROMPTS)
-    with llm(folders["qwen3.5"]) as engine:
+    with llm(folders["qwen3.5"], resident="off") as engine:
         seen = []
 
         def starving(ids, compute):
@@ -260,7 +260,6 @@ def test_memory_for_less_than_the_fewest_slots_is_refused(folders):
     [
         {"tensor_parallel": 2},
         {"pipeline_parallel": 2},
-        {"resident": "on"},
         {"overlap": "on", "device": "cuda"},
     ],
 )
@@ -280,8 +279,10 @@ def test_kinds_without_kernels_for_gpus_are_refused(folders, name):
         check_recurrent(config, spec, select_ops("cpu", "float32"), "cuda:0")
 
 
-def test_states_stay_on_a_gpu(folders):
-    settings = {"host_kv_memory": 2**20, "scheduler": "fcfs"}
+@pytest.mark.parametrize(
+    "settings", [{"host_kv_memory": 2**20, "scheduler": "fcfs"}, {"resident": "on"}]
+)
+def test_states_stay_on_a_gpu(folders, settings):
     config, spec = settings_for(folders["qwen3.5"], **settings), read_spec(folders["qwen3.5"])
     with pytest.raises(ConfigError, match="recurrent") as caught:
         check_recurrent(config, spec, select_ops("cpu", "float32"), "cuda:0")

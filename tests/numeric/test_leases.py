@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import ATTENTIVE, FAMILY_CASES, build, prompt, save_with_tokenizer
+from checkpoints import FAMILY_CASES, build, prompt, save_with_tokenizer
 from lease_traffic import EDITED, assert_same_answers, traffic
 from tight_kv import DRAWN, GREEDY, Traffic, least_kv_memory, run, settings_for
 
@@ -57,7 +57,7 @@ def leases(monkeypatch) -> list[decode.Decoded]:
     return given
 
 
-@pytest.mark.parametrize("family", [n for n, case in FAMILY_CASES.items() if case in ATTENTIVE])
+@pytest.mark.parametrize("family", FAMILY_CASES)
 def test_leased_steps_change_no_token(folders, family, monkeypatch, leases) -> None:
     """With ample KV, and with so little that sequences must give way."""
     folder = folders[family]

@@ -112,6 +112,24 @@ class KVMove(NamedTuple):
 NO_STATE = -1  # in place of a slot: zeros
 
 
+class LentSlots(NamedTuple):
+    """Slots of recurrent state of a row for steps under a lease, after what the step writes.
+
+    Each step writes the last of ``spare``, in whose place comes the slot that it read, unless that
+    is kept.
+
+    Attributes:
+        spare: slots that may be written.
+        kept: whether the state that the planned step writes is kept.
+        every: states after multiples of so many tokens are kept, each until the next one is; 0:
+            none is.
+    """
+
+    spare: tuple[int, ...]
+    kept: bool
+    every: int
+
+
 class StateRow(NamedTuple):
     """Slots of recurrent state of a row: none is read by a step that writes it.
 
@@ -120,11 +138,13 @@ class StateRow(NamedTuple):
         write: gets the state after them, drafts included.
         marks: (tokens of the sequence, slot) that gets the state after so many, in their order. Of
             a row with drafts one is behind its certain tokens.
+        lent: for leased steps that follow.
     """
 
     read: int
     write: int
     marks: tuple[tuple[int, int], ...] = ()
+    lent: LentSlots | None = None
 
 
 @dataclass(frozen=True, slots=True)

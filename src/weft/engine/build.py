@@ -429,7 +429,7 @@ def _resources(config: EngineConfig, resolved: ResolvedConfig, model: Model) -> 
     if resolved.state_slots:
         slots = resolved.state_slots
         groups.append(GroupSpec("state", resolved.block_size, slots, window=1, recurrent=True))
-    leases = is_resident(config, model.device) and not resolved.state_slots
+    leases = is_resident(config, model.device)
     limits = Limits(
         resolved.max_num_seqs,
         resolved.max_num_batched_tokens,

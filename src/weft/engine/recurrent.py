@@ -39,7 +39,7 @@ def check_recurrent(config: EngineConfig, spec: ModelSpec, ops: OpTable, device:
         ),
         "kv_disk": (on_gpu and config.kv_disk is not None, "moved from a GPU to the disk", None),
         "overlap": (config.overlap == "on", "computed in two halves of a step", "auto"),
-        "resident": (config.resident == "on", "advanced by the resident loop", "auto"),
+        "resident": (on_gpu and config.resident == "on", "advanced by replayed steps", "auto"),
     }
     for name, (is_set, what, value) in wanted.items():
         if is_set:

@@ -9,19 +9,19 @@ of the lease, which is sooner then.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.errors import WeftError
-from weft.core.plan import SubBatch
+from weft.core.errors import InvariantError, WeftError
+from weft.core.plan import StateRow, SubBatch
 from weft.core.types import TokenLogprob
 from weft.exec.collect import StepOutput
 from weft.exec.input_batch import InputBatch
 from weft.exec.sample import sample
 from weft.kernels.cpu._native import Lease, RowEdits
-from weft.kernels.cpu.decode import CpuDecodeLoop, LeaseTerms, id_lists
+from weft.kernels.cpu.decode import CpuDecodeLoop, LeasedStates, LeaseTerms, id_lists
 from weft.kernels.cpu.matrix import CpuMatrix
 from weft.kernels.cpu.stack import CpuStack
 from weft.kernels.interface import FusedStack, OpTable
@@ -97,7 +97,8 @@ class LeasedSteps:
             return
         try:
             guests = Guests(rows, table, self._ops)
-            terms = self._terms(rows, guests, tokens, steps, step_s)
+            states = leased_states(batch.states)
+            terms = self._terms(rows, guests, states, tokens, steps, step_s)
         except MemoryError:
             return
         output.go_on(batch, self._loop.run(lease, terms), guests)
@@ -106,6 +107,7 @@ class LeasedSteps:
         self,
         rows: NDArray[np.int64],
         guests: Guests,
+        states: LeasedStates | None,
         tokens: list[int],
         steps: int,
         step_s: float,
@@ -124,6 +126,7 @@ class LeasedSteps:
             guests.guest,
             guests.withheld,
             guests.choose if len(guests) else None,
+            states,
             steps,
             step_s,
         )
@@ -147,17 +150,26 @@ class LeasedSteps:
         )
 
 
+def leased_states(rows: Sequence[StateRow]) -> LeasedStates | None:
+    """Return what leased steps of a model with recurrent layers read and write; None of others.
+
+    Raises:
+        InvariantError: the plan lends a row no slots.
+    """
+    lent = [row.lent for row in rows if row.lent is not None]
+    if len(lent) < len(rows):
+        raise InvariantError("a lease of a model with recurrent layers needs slots for each row")
+    return LeasedStates.of([row.write for row in rows], lent) if rows else None
+
+
 def bind_leases(
     decoder: Decoder, stack: FusedStack | None, table: InputBatch, block_size: int
 ) -> LeasedSteps | None:
     """Bind the resident loop to an executor's rows, and to its model and KV by ``stack``.
 
-    None where the model does not run as one native call, or has states, which the loop does not
-    advance.
+    None where the model does not run as one native call.
     """
     head = decoder.lm_head
-    if decoder.spec.states is not None:
-        return None
     if not isinstance(stack, CpuStack) or not isinstance(head, CpuMatrix):
         return None
     loop = CpuDecodeLoop(

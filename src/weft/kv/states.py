@@ -26,6 +26,10 @@ certain tokens, as if it had none, and another one after the last guess:
 When it is committed, ``settle`` picks the last of these whose tokens all came out as guessed: C if
 all did, else M, or B. The right tokens behind it are computed again, by the next step of the
 sequence. States behind a wrong guess get no hash, ever: their slots are spare.
+
+Steps under a lease are planned by nobody: they take turns in the slots that ``lend`` gives, one
+more than others have. That one holds the state at the newest boundary that they have passed, which
+``take_back`` makes a mark.
 """
 
 from __future__ import annotations
@@ -37,7 +41,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from weft.core.errors import InvariantError
-from weft.core.plan import NO_STATE, StateRow
+from weft.core.plan import NO_STATE, LentSlots, StateRow
+from weft.kv.lease_turns import LeaseTurns
 from weft.kv.pool import BlockPool
 
 MARK_EVERY = 4096  # tokens of a long prompt between two marks
@@ -66,6 +71,7 @@ class LiveSlots:
         spare: what steps may write.
         retired: with the tokens computed by which no launched step reads them.
         marks: with the tokens that they hold, of launched steps.
+        lent: with the tokens after which they go on, what leased steps take turns in.
         guesses: with the tokens that they hold, of a launched step with drafts, of which ``now`` is
             to be one; the first after certain tokens. ``now`` is ``NO_STATE`` until then.
         rolling: hash of the latest mark of the output, which the next one replaces.
@@ -78,6 +84,7 @@ class LiveSlots:
     spare: list[int] = field(default_factory=list)
     retired: deque[tuple[int, int]] = field(default_factory=deque)
     marks: deque[tuple[int, int]] = field(default_factory=deque)
+    lent: tuple[int, LentSlots] | None = None
     guesses: list[tuple[int, int]] = field(default_factory=list)
     rolling: bytes = b""
     passed: list[bytes] = field(default_factory=list)
@@ -288,6 +295,45 @@ class StateSlots:
         while live.own() > LIVE:
             pool.release(live.spare.pop())
         return place
+
+    @staticmethod
+    def room(tokens: int) -> int:
+        """Steps that may be leased after so many tokens: marks that stay are planned."""
+        return MARK_EVERY - tokens % MARK_EVERY
+
+    def lend(self, sequence_id: int, tokens: int) -> LentSlots:
+        """Return what leased steps write that follow the planned one; ``take_back`` must follow.
+
+        Without a slot more they leave no mark.
+
+        Args:
+            tokens: that the planned step ends with.
+        """
+        live = self._live[sequence_id]
+        more = self.pool.allocate(1) if self._marks else None
+        live.spare[:0] = more or ()
+        lent = LentSlots(tuple(live.spare), live.kept, self._alignment if more else 0)
+        live.lent = tokens, lent
+        return lent
+
+    def take_back(self, sequence_id: int, steps: int) -> None:
+        """Go on from the state after so many leased steps, which are computed."""
+        live = self._live.get(sequence_id)
+        if live is None or live.lent is None:
+            return
+        (first, lent), live.lent = live.lent, None
+        turns = LeaseTurns(live.now, lent)
+        for tokens in range(first + 1, first + steps + 1):
+            turns.computed(tokens)
+        if steps and lent.kept:
+            self.pool.release(live.now)  # a mark of an earlier step has it, too
+        if turns.newest is not None:
+            live.marks.append(turns.newest)
+        if steps and turns.kept:
+            self.pool.share(turns.now)
+        live.now, live.kept, live.spare = turns.now, turns.kept, turns.spare
+        while live.own() > LIVE:
+            self.pool.release(live.spare.pop())
 
     def _places(self, prefix: Prefix, start: int, end: int) -> list[int]:
         """Where a step has marks, in their order."""

@@ -236,13 +236,18 @@ class TimedBatch(BatchBuilder):
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """The tokens that a planned step will have computed at its commit."""
+    """The tokens that a planned step will have computed at its commit.
+
+    Attributes:
+        lease: steps that may follow it under its lease.
+    """
 
     step_id: int
     sequences: list[Sequence]
     counts: list[int]
     samples: list[bool]
     drafts: list[tuple[Sequence, tuple[int, ...]]] = field(default_factory=list)
+    lease: int = 0
 
 
 def end_after(sequence: Sequence, token: int) -> FinishReason | None:

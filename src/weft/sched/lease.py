@@ -27,6 +27,8 @@ def extend_lease(step: BatchBuilder, sequences: SequenceManager, cache: KVCache,
     if _may_join(sequences) or not all(sequence.leasable for sequence in chosen):
         return 0
     steps = min(most, *(sequence.end - sequence.known for sequence in chosen))
+    if (states := cache.states) is not None:
+        steps = min(steps, *(states.room(sequence.planned) for sequence in chosen))
     if steps <= 0:
         return 0
     ends = [(sequence.id, sequence.planned + steps) for sequence in chosen]

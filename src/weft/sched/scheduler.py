@@ -234,9 +234,9 @@ class Scheduler:
             cut = self.halves.split(step)
         halves = [(0, cut), (cut, whole)] if cut < whole else [(0, whole)]
         self.totals.split_steps += cut < whole
-        states = self._states(step)
+        states = self._states(step, lent=lease > 0)
         self._launched.append(
-            Launched(step_id, step.sequences, step.counts, step.samples, step.drafts)
+            Launched(step_id, step.sequences, step.counts, step.samples, step.drafts, lease)
         )
         plan = StepPlan(
             step_id,
@@ -255,15 +255,25 @@ class Scheduler:
             plan = part.launch(step, plan)
         return plan
 
-    def _states(self, step: BatchBuilder) -> tuple[StateRow, ...]:
-        """What the rows of a step read and write of recurrent states; empty without any."""
+    def _states(self, step: BatchBuilder, *, lent: bool) -> tuple[StateRow, ...]:
+        """What the rows of a step read and write of recurrent states; empty without any.
+
+        Args:
+            lent: and what leased steps write that follow.
+        """
         if (slots := self.cache.states) is None:
             return ()
         rows = zip(step.sequences, step.starts, step.counts, strict=True)
         drafts = {sequence.id: len(draft) for sequence, draft in step.drafts}
-        return tuple(
+        planned = tuple(
             slots.plan(sequence.id, start, count, drafts.get(sequence.id, 0))
             for sequence, start, count in rows
+        )
+        if not lent:
+            return planned
+        return tuple(
+            row._replace(lent=slots.lend(sequence.id, start + 1))
+            for row, sequence, start in zip(planned, step.sequences, step.starts, strict=True)
         )
 
     # -- committing ---------------------------------------------------------------------------
@@ -274,7 +284,11 @@ class Scheduler:
         self.totals.steps += steps - 1
         self.totals.resident_steps += steps - 1
         self.policy.collected(now, leased=steps > 1)
-        outputs = self.committer.commit(self._launched.popleft(), result, int(now * 1e9))
+        launched = self._launched.popleft()
+        if launched.lease and (slots := self.cache.states) is not None:
+            for sequence in launched.sequences:
+                slots.take_back(sequence.id, steps - 1)
+        outputs = self.committer.commit(launched, result, int(now * 1e9))
         for part in self.parts:
             part.commit(result, outputs, now)
         self.memory.complete_moves(self.committer)

@@ -20,18 +20,18 @@ from dataclasses import dataclass, field, replace
 
 from weft.core.errors import InvariantError, NonFiniteLogitsError, WeftError
 from weft.core.plan import (
-    NO_STATE,
     KVMove,
     LeasedTokens,
     RowAdd,
     StepPlan,
     StepResult,
-    SubBatch,
     Tier,
     TierCopy,
 )
 from weft.kv.cache import GroupSpec
+from weft.kv.lease_turns import LeaseTurns
 from weft.sim.piggyback import Piggyback
+from weft.sim.states import advance, take_turns
 
 Slot = tuple[int, int] | None
 
@@ -194,7 +194,10 @@ class ModelledExecutor:
         accepted: dict[int, tuple[tuple[int, None], ...]] = {}
         embeddings: dict[int, bytes] = {}
         for batch in ticket.plan.batches:
-            self._advance(batch)
+            if self._recurrent:
+                advance(self._states[Tier.DEVICE], self._rows, batch)
+            elif batch.states:
+                raise InvariantError("a plan has states for a model without any")
             for index, start, count, samples, tier in zip(
                 batch.rows, batch.starts, batch.counts, batch.samples, batch.row_tiers, strict=True
             ):
@@ -238,11 +241,16 @@ class ModelledExecutor:
             return None
         (batch,) = ticket.plan.batches
         rows = [self._rows[index] for index in batch.rows]
+        turns = [LeaseTurns(s.write, s.lent) for s in batch.states if s.lent is not None]
+        if len(turns) != len(rows) * self._recurrent:
+            raise InvariantError("a lease has slots for some rows only")
         earlier: list[tuple[int, ...]] = []
         for _ in range(self._leases(ticket.plan.lease)):
             if faults or any(row.tokens[-1] in row.stop_ids for row in rows):
                 break
             earlier.append(tuple(tokens))
+            if self._recurrent:
+                take_turns(self._states[Tier.DEVICE], rows, turns)
             for i, row in enumerate(rows):
                 self._write(row, len(row.tokens) - 1, row.tokens[-1:])
                 tokens[i] = self._sample(row, len(row.tokens), faults)
@@ -383,33 +391,6 @@ class ModelledExecutor:
         return _ModelledRow(
             add.sequence_id, tokens, tables, add.stop_ids, min_length, add.embed, add.tier
         )
-
-    def _advance(self, batch: SubBatch) -> None:
-        """Read and write the states of all rows of a sub-batch.
-
-        Raises:
-            InvariantError: a slot is not the state before the tokens of its row, or the plan says
-                nothing of states.
-        """
-        if len(batch.states) != len(batch.rows) * self._recurrent:
-            raise InvariantError("a plan has states for some rows only")
-        slots, written = self._states[Tier.DEVICE], dict[int, tuple[int, ...]]()
-        for index, start, count, state in zip(
-            batch.rows, batch.starts, batch.counts, batch.states, strict=False
-        ):
-            row = self._rows[index]
-            before = () if state.read == NO_STATE else slots[state.read]
-            if before != tuple(row.tokens[:start]):
-                raise InvariantError(f"sequence {row.sequence_id} reads a state of other tokens")
-            tokens = (*row.tokens[: start + count], *batch.drafts.get(index, ()))
-            row.state = tokens
-            for place, slot in (*state.marks, (len(tokens), state.write)):
-                if slot in written:
-                    raise InvariantError(f"slot {slot} is written twice in a step")
-                written[slot] = tokens[:place]
-        if any(state.read in written for state in batch.states):
-            raise InvariantError("a step writes a state that it reads")
-        slots.update(written)
 
     def _write(self, row: _ModelledRow, start: int, tokens: Seq[int]) -> None:
         for group, blocks, table in zip(self._groups, self._kv[row.tier], row.tables, strict=True):

@@ -136,15 +136,21 @@ class DecodeLoop {
                 Array<const double, 2> settings, Numbers<int64_t> seeds,
                 Numbers<int64_t> counters, Numbers<int64_t> stop_ids, Numbers<int64_t> stop_from,
                 Numbers<int64_t> given, const RowEdits& edits, Numbers<bool> guest,
-                Numbers<bool> withheld, nb::object choose, int64_t steps, int64_t limit_ns,
-                int64_t unpublished_ns, int64_t step_ns) {
+                Numbers<bool> withheld, nb::object choose, Numbers<int32_t> now,
+                Array<const int32_t, 2> spare, Numbers<bool> kept, Numbers<int64_t> every,
+                int64_t steps, int64_t limit_ns, int64_t unpublished_ns, int64_t step_ns) {
     const size_t count = rows.shape(0);
     const bool fits = ids.shape(0) == count && settings.shape(0) == count &&
                       seeds.shape(0) == count && counters.shape(0) == count &&
                       given.shape(0) == count && stop_from.shape(0) == count + 1 &&
                       edits.rows() == count && guest.shape(0) == count &&
                       withheld.shape(0) == count;
-    if (!fits) throw nb::value_error("the terms of a lease differ in their rows");
+    const bool recurrent = now.shape(0) > 0;
+    const size_t with_states = recurrent ? count : 0;
+    const bool states_fit = now.shape(0) == with_states && spare.shape(0) == with_states &&
+                            spare.shape(1) == weft::LeasedStates::most &&
+                            kept.shape(0) == with_states && every.shape(0) == with_states;
+    if (!fits || !states_fit) throw nb::value_error("the terms of a lease differ in their rows");
     Caller caller(choose, count);
     weft::Guests guests{guest.data(), nullptr};
     if (!choose.is_none()) guests.choose = std::ref(caller);
@@ -155,6 +161,9 @@ class DecodeLoop {
                                  .counters = counters.data(),
                                  .edits = edits.native(),
                                  .guests = guests,
+                                 .states = recurrent ? weft::LeasedStates{now.data(), spare.data(),
+                                                                          kept.data(), every.data()}
+                                                     : weft::LeasedStates{},
                                  .withheld = withheld.data(),
                                  .stop_ids = {stop_ids.data(), stop_ids.shape(0)},
                                  .stop_from = {stop_from.data(), stop_from.shape(0)},
@@ -271,6 +280,7 @@ void bind_decode(nb::module_& m) {
       .def("run", &DecodeLoop::run, nb::arg("lease"), nb::arg("rows"), nb::arg("ids"),
            nb::arg("settings"), nb::arg("seeds"), nb::arg("counters"), nb::arg("stop_ids"),
            nb::arg("stop_from"), nb::arg("given"), nb::arg("edits"), nb::arg("guest"),
-           nb::arg("withheld"), nb::arg("choose").none(), nb::arg("steps"), nb::arg("limit_ns"),
+           nb::arg("withheld"), nb::arg("choose").none(), nb::arg("now"), nb::arg("spare"),
+           nb::arg("kept"), nb::arg("every"), nb::arg("steps"), nb::arg("limit_ns"),
            nb::arg("unpublished_ns"), nb::arg("step_ns"));
 }

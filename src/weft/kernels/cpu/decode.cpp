@@ -36,6 +36,69 @@ Tensor flat(const char* name, void* data, DType type, int64_t count) {
   return view;
 }
 
+// Which slots of recurrent state the rows of a lease read and write, step after step.
+class StateTurns {
+ public:
+  StateTurns(const LeasedStates& given, int64_t count)
+      : reads_(count), writes_(count), rows_(count) {
+    for (int64_t i = 0; i < count; ++i) {
+      Row& row = rows_[i];
+      row = {.now = given.now[i], .kept = given.kept[i], .every = given.every[i]};
+      const int32_t* const spare = given.spare + i * LeasedStates::most;
+      while (row.spares < LeasedStates::most && spare[row.spares] >= 0) {
+        row.spare[row.spares] = spare[row.spares];
+        ++row.spares;
+      }
+    }
+  }
+
+  // Whether all slots are among so many, and each row has one to write in every step.
+  bool fits(int64_t slots) const {
+    return std::ranges::all_of(rows_, [slots](const Row& row) {
+      const auto there = [slots](int32_t slot) { return slot >= 0 && slot < slots; };
+      const int needed = row.every > 0 ? 2 + row.kept : 1 + row.kept;
+      return there(row.now) && row.every >= 0 && row.spares >= needed &&
+             std::all_of(row.spare, row.spare + row.spares, there);
+    });
+  }
+
+  DeltaBatch next(std::span<const int32_t> bounds) {
+    for (size_t i = 0; i < rows_.size(); ++i) {
+      reads_[i] = rows_[i].now;
+      writes_[i] = rows_[i].spare[rows_[i].spares - 1];
+    }
+    return {bounds, reads_, writes_, {}};
+  }
+
+  // The step has computed the tokens at these places of their sequences.
+  void computed(const int64_t* positions) {
+    for (size_t i = 0; i < rows_.size(); ++i) rows_[i].go_on(positions[i] + 1);
+  }
+
+ private:
+  struct Row {
+    int32_t now = -1;
+    bool kept = false;
+    int64_t every = 0;
+    int32_t mark = -1;  // the slot that this lease keeps
+    int spares = 0;
+    int32_t spare[LeasedStates::most + 1] = {};
+
+    void go_on(int64_t tokens) {
+      const int32_t written = spare[--spares];
+      if (!kept) spare[spares++] = now;
+      now = written;
+      kept = every > 0 && tokens % every == 0;
+      if (!kept) return;
+      if (mark >= 0) spare[spares++] = mark;
+      mark = written;
+    }
+  };
+
+  std::vector<int32_t> reads_, writes_;
+  std::vector<Row> rows_;
+};
+
 class HostPort {
  public:
   HostPort(const DecodeModel& model, const LeaseTerms& terms, Lease& lease, Kept& kept)
@@ -44,6 +107,7 @@ class HostPort {
         counters_(terms.counters, terms.counters + count_), seq_lens_(count_),
         query_start_(count_ + 1), draws_(count_), finite_(std::make_unique<bool[]>(count_)),
         whole_(std::make_unique<bool[]>(count_)) {
+    if (terms.states.now != nullptr) turns_.emplace(terms.states, count_);
     check();
     given_.resize((terms.steps + 1) * count_);
     std::copy_n(terms.given, count_, given_.begin());
@@ -108,7 +172,10 @@ class HostPort {
       const int64_t width = model_.head->inputs(), vocabulary = model_.head->outputs();
       char* hidden = fit(kept_.hidden, count_ * width * size_of(type));
       float* logits = fit(kept_.logits, count_ * vocabulary);
-      run_stack(stack, {rows.ids, rows.positions, count_}, batches_, nullptr, hidden);
+      DeltaBatch states;
+      if (turns_) states = turns_->next(query_start_);
+      run_stack(stack, {rows.ids, rows.positions, count_}, batches_, nullptr, hidden,
+                turns_ ? &states : nullptr);
       multiply({.matrix = model_.head,
                 .bias = nullptr,
                 .x = rows_of(hidden, width, type),
@@ -122,8 +189,10 @@ class HostPort {
                                   count_ * vocabulary);
       }
       if (model_.softcap != 0) softcap(logits, count_ * vocabulary, model_.softcap);
-      return choose(rows, {logits, count_, vocabulary, terms_.settings, draws_.data(), given,
-                           rows.finite});
+      const Choice all{logits, count_, vocabulary, terms_.settings, draws_.data(), given, rows.finite};
+      if (!choose(rows, all)) return false;
+      if (turns_) turns_->computed(rows.positions);
+      return true;
     } catch (const std::exception&) {  // the host computes the step again, and says what it was
       return false;
     }
@@ -175,6 +244,8 @@ class HostPort {
         fits &= end - 1 <= group.max_blocks * model_.block_size;
       }
     }
+    const int64_t slots = model_.stack->state_slots;
+    fits &= turns_ ? turns_->fits(slots) : slots == 0;
     if (!fits) throw std::out_of_range("a lease has rows without room for its steps");
   }
 
@@ -234,6 +305,7 @@ class HostPort {
   std::vector<int64_t> given_, ids_, positions_, counters_;
   std::vector<int32_t> seq_lens_, query_start_;
   std::vector<double> draws_;
+  std::optional<StateTurns> turns_;  // of a model with recurrent layers
   std::unique_ptr<bool[]> finite_, whole_;
   std::vector<std::vector<int32_t>> tables_;  // moved, never copied: `groups_` has their addresses
   std::vector<std::vector<int64_t>> slots_;

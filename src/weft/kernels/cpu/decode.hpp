@@ -43,6 +43,19 @@ struct Guests {
   std::function<bool(float* logits, int64_t size, int64_t* tokens, bool* finite)> choose;
 };
 
+// The slots of recurrent states that leased rows [rows] go on with; nowhere without recurrent layers.
+//
+// A step reads `now` and writes the last of `spare`, which takes the slot that was read, unless that is
+// kept. States after multiples of `every` tokens are kept, each until the next one is.
+struct LeasedStates {
+  static constexpr int64_t most = 3;  // spare slots of a row
+
+  const int32_t* now = nullptr;
+  const int32_t* spare = nullptr;  // [rows, most]; behind the last one are -1
+  const bool* kept = nullptr;      // whether `now` is
+  const int64_t* every = nullptr;  // 0: none is
+};
+
 // Terms of a lease for rows [rows]; see resident/loop.hpp.
 struct LeaseTerms {
   std::span<const int64_t> rows;
@@ -51,6 +64,7 @@ struct LeaseTerms {
   const int64_t *seeds, *counters;
   Edits edits;
   Guests guests;
+  LeasedStates states;
   const bool* withheld;            // rows whose tokens are not published, but come with the end
   std::span<const int64_t> stop_ids, stop_from;  // the latter [rows + 1]
   const int64_t* given;            // the tokens of the step before the lease

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +18,57 @@ from weft.kernels.cpu.stack import CpuStack
 ENDS = ("none", "steps", "row", "asked", "late", "numbers", "failed")
 
 LIMIT_S = 0.1  # of a lease: what the host does from time to time waits for so long
+MOST_SPARE = 3  # `LeasedStates::most` in decode.hpp
 UNPUBLISHED_S = 0.02  # the same where tokens, or those of a row, come with the end of the lease
 
 
 Choose = Callable[[NDArray[np.float32], NDArray[np.int64], NDArray[np.bool_]], bool]
+
+
+class Lent(Protocol):
+    """Such as ``core.plan.LentSlots``."""
+
+    @property
+    def spare(self) -> tuple[int, ...]: ...
+
+    @property
+    def kept(self) -> bool: ...
+
+    @property
+    def every(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedStates:
+    """Slots of recurrent states of rows [R].
+
+    Attributes:
+        now: [R] int32, what the first step reads.
+        spare: [R, MOST_SPARE] int32, what steps write, the last one first; -1 behind that.
+        kept: [R] bool, whether ``now`` is never written.
+        every: [R] int64, the tokens between states that are kept; 0 for none.
+    """
+
+    now: NDArray[np.int32]
+    spare: NDArray[np.int32]
+    kept: NDArray[np.bool_]
+    every: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, now: Sequence[int], lent: Sequence[Lent]) -> LeasedStates:
+        """Return what rows are lent that have come to the states ``now``."""
+        spare = np.full((len(lent), MOST_SPARE), -1, np.int32)
+        for row, slots in enumerate(lent):
+            spare[row, : len(slots.spare)] = slots.spare
+        return cls(
+            np.array(now, np.int32),
+            spare,
+            np.array([slots.kept for slots in lent], np.bool_),
+            np.array([slots.every for slots in lent], np.int64),
+        )
+
+
+NO_STATES = LeasedStates.of((), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +88,7 @@ class LeaseTerms:
         choose: is called in each step with logits [R, V] float32, tokens [R] int64 and whether rows
             can go on [R] bool, writes those of guests, and returns whether that went well; None
             without guests. What it raises ends the lease.
+        states: of a model with recurrent layers.
         steps: to compute at most.
         step_s: seconds that a step takes, about.
     """
@@ -55,6 +104,7 @@ class LeaseTerms:
     guest: NDArray[np.bool_]
     withheld: NDArray[np.bool_]
     choose: Choose | None
+    states: LeasedStates | None
     steps: int
     step_s: float
 
@@ -123,12 +173,13 @@ class CpuDecodeLoop:
             ValueError: the terms differ in their rows.
             Exception: what ``choose`` has raised.
         """
+        states = terms.states or NO_STATES
         try:
             given, finite, published, end = self._native.run(
                 lease, terms.rows, terms.ids, terms.settings, terms.seeds, terms.counters,
                 *id_lists(terms.stop_ids), terms.given, terms.edits, terms.guest, terms.withheld,
-                terms.choose, terms.steps, int(LIMIT_S * 1e9), int(UNPUBLISHED_S * 1e9),
-                int(terms.step_s * 1e9),
+                terms.choose, states.now, states.spare, states.kept, states.every, terms.steps,
+                int(LIMIT_S * 1e9), int(UNPUBLISHED_S * 1e9), int(terms.step_s * 1e9),
             )  # fmt: skip
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # of arrays that are the loop's
