@@ -39,6 +39,11 @@ from experts import random_weights
 from weft import LLM, SamplingParams
 from weft.core.results import check_output, write_json
 from weft.core.topology import this_machine
+from weft.cost.hardware import Hardware
+from weft.cost.model import step_time
+from weft.cost.roofline import NO_OVERHEAD, Roofline
+from weft.cost.shape import ModelShape
+from weft.cost.work import Work
 from weft.engine.machine import cpu_name
 from weft.exec.attend import bind_stack, forward_recurrent
 from weft.exec.states import StateStore
@@ -154,7 +159,7 @@ MAMBA2 = SHAPE | {
     "mamba_d_conv": 4,
 }
 BILLIONS = {"delta": DELTA, "KDA": KDA, "conv": CONV, "mamba2": MAMBA2}
-PARTS = ("kernels", "steps", "hits")
+PARTS = ("kernels", "steps", "predictions", "hits")
 CONTEXT, BLOCK = 128, 16  # of the steps of these
 PROMPT = 64  # tokens of a prompt beside them
 
@@ -290,6 +295,43 @@ def time_steps(kind: str, quantize: str, rounds: int) -> dict[str, Any]:
     return found
 
 
+def predictions(rounds: int) -> dict[str, Any]:
+    """A token of each kind that `weft sim` knows: what its roofline says, and what it takes.
+
+    The machine's bandwidth is that of a copy, in turns with the steps; products of one row and
+    states are bound by it.
+    """
+    found: dict[str, Any] = {}
+    one, other = (host_memory((2**26,), "float32") for _ in range(2))
+    one[:] = 1.0
+    other[:] = 1.0
+    for kind in ("delta", "conv", "mamba2"):
+        spec, native = spec_from_config(BILLIONS[kind]), select_ops("cpu", "bfloat16", "cpu")
+        step = step_of(spec, random_weights(native, "none", spec), native, 1)
+        copies, steps = list[float](), list[float]()
+        for _ in range(rounds + 2):
+            for body, times in ((lambda: np.copyto(other, one), copies), (step, steps)):
+                began = time.process_time()
+                body()
+                times.append(time.process_time() - began)
+        bandwidth = 2 * one.nbytes / statistics.median(copies[2:])
+        shape = ModelShape.from_config(BILLIONS[kind])
+        sheet = Hardware("this core", {"bf16": 1e12}, bandwidth, 2**40)
+        work = Work()
+        work.add(CONTEXT - 1, 1)
+        predicted = step_time(Roofline(shape, sheet, overhead=NO_OVERHEAD), [work])
+        measured = statistics.median(steps[2:])
+        found[kind] = {
+            "copy_gb_s": bandwidth / 1e9,
+            "predicted_ms": 1e3 * predicted,
+            "of_states_ms": 1e3 * 2 * shape.state_bytes / bandwidth,
+            "measured_ms": 1e3 * measured,
+            "measured_over_predicted": measured / predicted,
+        }
+        print(kind, json.dumps(found[kind]), flush=True)
+    return found
+
+
 def play(folder: Path, kv_memory: int, seed: int) -> float:
     """The share of prompt tokens from the prefix cache, over conversations that take turns."""
     draw = random.Random(seed)
@@ -333,6 +375,8 @@ def main() -> None:
             for quantize in ("none", "int4"):
                 found["steps"].append(time_steps(kind, quantize, given.rounds // 4))
                 print(json.dumps(found["steps"][-1]), flush=True)
+    if "predictions" in given.parts:
+        found["predictions"] = predictions(given.rounds // 8)
     if "hits" in given.parts:
         found["hits"] = hits(given.seeds)
     if given.output:

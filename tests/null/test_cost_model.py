@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import weft
 from weft.core.errors import ConfigError, InvariantError, OutOfMemoryError, UnsupportedModelError
 from weft.core.plan import SubBatch, Tier
-from weft.cost.hardware import HARDWARE, PCIE4, hardware
+from weft.cost.hardware import HARDWARE, PCIE4, Hardware, hardware
 from weft.cost.model import Terms, step_time
 from weft.cost.roofline import NO_OVERHEAD, Overhead, Roofline
 from weft.cost.shape import SHAPES, ModelShape, model_shape
@@ -319,3 +319,25 @@ def test_more_work_never_takes_less_time(added, name):
         if model_shape(name).window is None:
             assert terms.total >= last - 1e-12
         last = terms.total
+
+
+def test_a_row_moves_its_state_there_and_back():
+    """Once in a chunk, unless its arithmetic takes longer."""
+    shape = model_shape("qwen3.6-27b")
+    assert shape.recurrent is not None
+    plain = replace(shape, layers=shape.attention_layers, recurrent=None)
+    sheet = Hardware("one", {"bf16": 1e15}, 1e12, 2**40)
+    both = [Roofline(one, sheet, overhead=NO_OVERHEAD) for one in (shape, plain)]
+    decode, prompt = Work(), Work()
+    for start in (99, 499, 999):
+        decode.add(start, 1)
+    prompt.add(0, 4096)
+    state_s = 2 * shape.state_bytes / 1e12
+    found, without = (one.terms(decode).decode_attention for one in both)
+    assert found - without == pytest.approx(3 * state_s)
+    found, without = (one.terms(prompt).prefill_attention for one in both)
+    arithmetic = 4096 * 6 * 48 * 48 * 128 * 128 / 1e15
+    assert found - without == pytest.approx(max(state_s, arithmetic))
+    assert both[0].state_tokens == round(shape.state_bytes / (16 * 2 * 4 * 256 * 2))
+    with pytest.raises(ConfigError, match="not split over tp=2"):
+        Roofline(shape, replace(sheet, collective=1e11), tp=2)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from weft.core.errors import UnsupportedModelError
+from weft.cost.shape import ModelShape, model_shape
 from weft.models.layout import num_parameters, parameters
 from weft.models.spec_reader import spec_from_config
 
@@ -208,6 +209,36 @@ def test_published_configurations_are_read(name, recurrent, attend, slot_mib, bi
     assert spec.num_layers - recurrent == attend
     assert spec.states.slot_bytes / 2**20 == pytest.approx(slot_mib, rel=0.01)
     assert num_parameters(spec) / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+@pytest.mark.parametrize("name", ["lfm2-8b-a1b", "granite-4.0-h-tiny"])
+def test_costs_are_of_the_states_and_weights_that_the_model_has(name):
+    """Of LFM2's first layers, which are dense, costs know nothing: the others are taken for all."""
+    spec, shape = spec_from_config(HUB[name]), ModelShape.from_config(HUB[name])
+    assert spec.states is not None
+    assert shape.state_bytes == spec.states.slot_bytes
+    assert shape.attention_layers == spec.num_layers - len(spec.states.layers)
+    near = 0.08 if "lfm" in name else 1e-3
+    assert shape.parameters == pytest.approx(num_parameters(spec), rel=near)
+
+
+@pytest.mark.parametrize("name", ["nemotron-h-56b", "nemotron-3-nano"])
+def test_kinds_whose_costs_are_not_known_are_refused(name):
+    with pytest.raises(UnsupportedModelError, match="recurrent layers of nemotron_h"):
+        ModelShape.from_config(HUB[name])
+
+
+def test_a_shape_without_a_size_is_refused():
+    config = {"model_type": "qwen3_5_text", "num_hidden_layers": 4, "hidden_size": 64}
+    config |= {"num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 512}
+    with pytest.raises(UnsupportedModelError, match="linear_num_value_heads"):
+        ModelShape.from_config(config)
+    catalogued = model_shape("qwen3.6-27b")
+    assert catalogued.parameters / 1e9 == pytest.approx(26.9, abs=0.1)
+    assert catalogued.state_bytes / 2**20 == pytest.approx(149.6, abs=0.1)
+    sparse = model_shape("qwen3.6-35b-a3b")
+    assert sparse.parameters / 1e9 == pytest.approx(34.7, abs=0.1)
+    assert sparse.state_bytes / 2**20 == pytest.approx(62.8, abs=0.1)
 
 
 def test_layers_of_one_op_are_paired_and_keep_their_numbers_on_disk():

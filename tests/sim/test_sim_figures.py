@@ -12,6 +12,7 @@ import pytest
 
 from shareddata import need
 from weft.core.errors import ConfigError, OutOfMemoryError, ParameterError
+from weft.core.plan import KVMove, Tier
 from weft.core.types import ServiceClass
 from weft.cost.fit import ProfileKey
 from weft.cost.hardware import hardware
@@ -24,13 +25,14 @@ from weft.sched.registry import fcfs
 from weft.sched.scheduler import Limits
 from weft.sim.build import build
 from weft.sim.chrome import write_timeline
+from weft.sim.clock import VirtualClock
 from weft.sim.figures import summarise
 from weft.sim.jobs import SimulatedRequest, own_text
 from weft.sim.learn import learn
 from weft.sim.options import SimOptions
 from weft.sim.record import STEP_COLUMNS, StepLog
 from weft.sim.run import Simulated, Traffic, simulate
-from weft.sim.simulated import Errors
+from weft.sim.simulated import Errors, SimulatedExecutor
 from weft.sim.usage import Machine, spread, timeline, usage
 from weft.sim.workload_file import Target, conversations, distribution, read_workload
 
@@ -250,3 +252,54 @@ def test_models_come_from_configs_as_well(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(Exception, match="no model's config"):
         build(SimOptions(model=str(tmp_path), rate="1"))
+
+
+def test_half_of_the_memory_is_slots_of_recurrent_state():
+    """And everybody is answered, with prefixes that hit where there is a state."""
+    options = SimOptions(model="qwen3.6-27b", hardware="h100", rate="4", requests=60)
+    world = build(options)
+    blocks, slots = world.planned.groups
+    state = world.shape.state_bytes
+    room = world.sheet.kv_room(options.memory_share) * world.sheet.kv_token_bytes
+    assert slots.recurrent
+    assert slots.num_blocks * state == pytest.approx(room / 2, abs=state)
+    used = slots.num_blocks * state
+    used += blocks.num_blocks * options.block_size * world.sheet.kv_token_bytes
+    assert room - 2**20 < used <= room
+    found = simulate(
+        world.scheduler(), world.cost, world.traffic(4.0), world.errors(),
+        state_tokens=world.sheet.state_tokens,
+    )  # fmt: skip
+    assert found.totals.finished == 60
+    machine = Machine(world.shape, world.hardware, world.sheet.dtype, world.sheet.kv_dtype)
+    rows = found.log.column("prefills") + found.log.column("decodes")
+    attending = replace(world.shape, recurrent=None, layers=world.shape.attention_layers)
+    more = machine.bytes(found.log) - replace(machine, shape=attending).bytes(found.log)
+    weights = 2.0 * (world.shape.parameters - attending.parameters)
+    assert np.allclose(more, weights + 2 * state * rows)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"scheduler": "load-aware"}, "no host attends"),
+        ({"step_times": "measured"}, "leave step_times at roofline"),
+        ({"tp": 2}, "not split"),
+    ],
+)
+def test_what_engines_do_not_do_with_recurrent_layers_is_refused(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        build(SimOptions(model="qwen3.6-27b", hardware="h100", rate="1", **settings))
+
+
+def test_moves_take_the_bytes_of_states_along():
+    """A block of KV, and a state as large as the KV of 300 tokens, each way."""
+    cost = Roofline(model_shape("qwen3.6-27b"), hardware("h100"))
+    executor = SimulatedExecutor(
+        cost, VirtualClock(), {}, errors=Errors(0.0, 0.0, 1.0, 0), log=StepLog(),
+        gauges=lambda: (0.0, 0.0, 0.0), state_tokens=300,
+    )  # fmt: skip
+    move = KVMove(0, Tier.HOST, ((1, 2),), ((3, 4),), state=(5, 6))
+    assert executor._moved([move], Tier.HOST) == 2 * 16 + 300
+    assert executor._moved([move], Tier.DEVICE) == 0
+    assert executor._copied([(0, 1, 2), (1, 1, 2)]) == 16 + 300

@@ -51,6 +51,9 @@ class Roofline:
     - collectives: two all-reduces a layer, ``alpha + 2 (tp - 1) / tp * bytes / bandwidth`` (ring).
     - head: as dense, over the sampled rows; sampling reads and writes its float32 logits once.
 
+    - recurrent layers, of each row: its state of all of them read once and written once, or the
+      arithmetic of its tokens; with prefill or decode attention.
+
     A sliding layer reads at most its window of each context; of several contexts only the sum is
     known, so the bound is taken on their mean.
 
@@ -76,6 +79,8 @@ class Roofline:
     ) -> None:
         if tp > 1 and not hardware.collective:
             raise ConfigError(f"{hardware.name} has no links between devices for tp={tp}")
+        if tp > 1 and shape.recurrent is not None:
+            raise ConfigError(f"the recurrent layers of {shape.name} are not split over tp={tp}")
         if shape.heads % tp:
             raise ConfigError(f"{shape.heads} heads of {shape.name} cannot be split over tp={tp}")
         flops = hardware.peak(dtype) * tp
@@ -89,11 +94,11 @@ class Roofline:
         self.layers = shape.layers
         self.overhead = overhead
 
-        active = shape.layers * shape.active_layer_parameters
+        active = shape.layers * shape.active_layer_parameters + shape.recurrent_more
         self._dense_token_s = 2 * active / flops
         always = shape.dense_parameters
         always += 0 if shape.experts else shape.expert_parameters
-        self._dense_read_s = shape.layers * always * size / bandwidth
+        self._dense_read_s = (shape.layers * always + shape.recurrent_more) * size / bandwidth
         self._expert_read_s = (
             shape.layers * shape.experts * shape.expert_parameters * size / bandwidth
         )
@@ -101,20 +106,24 @@ class Roofline:
 
         pair_flops = 4 * shape.attention_width
         kv_layer_bytes = 2 * shape.kv_width * KV_BYTES[kv_dtype]
-        self._pair_s = pair_flops * shape.layers / flops
-        self._context_s = kv_layer_bytes * shape.layers / bandwidth
-        self._full_layers = (shape.layers - shape.window_layers) / shape.layers
+        attending = shape.attention_layers
+        self._pair_s = pair_flops * attending / flops
+        self._context_s = kv_layer_bytes * attending / bandwidth
+        self._full_layers = (attending - shape.window_layers) / attending
+        self._state_s = 2 * shape.state_bytes / bandwidth
+        state_flops = 0 if shape.recurrent is None else shape.recurrent.token_flops
+        self._state_token_s = state_flops / flops
         self._window = float("inf") if shape.window is None else float(shape.window)
 
         host = hardware.host
         self._host_context_s = (
             0.0
             if host is None
-            else shape.layers * max(kv_layer_bytes / host.bandwidth, pair_flops / host.flops)
+            else attending * max(kv_layer_bytes / host.bandwidth, pair_flops / host.flops)
         )
         link = hardware.link * tp
-        self._move_s = kv_layer_bytes * shape.layers / link if link else 0.0
-        self._query_s = shape.attention_width * size * shape.layers / link if link else 0.0
+        self._move_s = kv_layer_bytes * attending / link if link else 0.0
+        self._query_s = shape.attention_width * size * attending / link if link else 0.0
 
         wire = 2 * (tp - 1) / tp * shape.hidden * max(size, 2.0)
         self._collective_s = 0.0 if tp == 1 else 2 * shape.layers * ALL_REDUCE_S
@@ -150,9 +159,12 @@ class Roofline:
                 work.prefill_area * self._share(work.prefill_context, work.prefills) * self._pair_s,
                 self._kept(work.prefill_context, work.prefills) * self._context_s,
             )
+            prompts = tokens - work.decodes - work.host_decodes
+            prefill += max(work.prefills * self._state_s, prompts * self._state_token_s)
         if work.decodes:
             kept = self._kept(work.decode_context, work.decodes)
             decode = kept * max(self._context_s, self._pair_s)
+            decode += work.decodes * max(self._state_s, self._state_token_s)
         sampled = work.sampled
         return Terms(
             tokens * self._embedding_s,
@@ -198,4 +210,14 @@ class Roofline:
                 f"{self.shape.name} in {self.dtype} needs {weights:.0f} bytes for its weights; "
                 f"{usable:.0%} of {self.tp} x {self.hardware.name} is {-room:.0f} bytes short"
             )
-        return int(room / (self.shape.kv_values_per_token * KV_BYTES[self.kv_dtype]))
+        return int(room / self.kv_token_bytes)
+
+    @property
+    def kv_token_bytes(self) -> float:
+        """Bytes of a token's K and V in all layers."""
+        return self.shape.kv_values_per_token * KV_BYTES[self.kv_dtype]
+
+    @property
+    def state_tokens(self) -> int:
+        """As large as the KV of so many tokens is a slot of recurrent state."""
+        return round(self.shape.state_bytes / self.kv_token_bytes)

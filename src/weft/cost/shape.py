@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.core.errors import UnsupportedModelError, look_up
+from weft.cost.recurrent import CONV, DELTA, Recurrent, read_recurrent
 
 # Of how many layers one has no window, where a config does not say it (Hugging Face's defaults).
 PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6}
@@ -27,6 +28,7 @@ class ModelShape:
         window_layers: how many layers slide.
         gated: attention's output is multiplied by a gate, which is a projection as large as that of
             Q. Sinks, one number a head, cost nothing.
+        recurrent: layers that have a state in the place of attention; None for attention alone.
     """
 
     name: str
@@ -44,6 +46,25 @@ class ModelShape:
     window: int | None = None
     window_layers: int = 0
     gated: bool = False
+    recurrent: Recurrent | None = None
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers that attend and have KV."""
+        return self.layers - (0 if self.recurrent is None else self.recurrent.layers)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a slot of recurrent state; 0 without."""
+        return 0 if self.recurrent is None else self.recurrent.state_bytes
+
+    @property
+    def recurrent_more(self) -> int:
+        """Weights that recurrent layers have more, all together, than if they attended."""
+        if self.recurrent is None:
+            return 0
+        attending = self.attention_parameters - self.hidden * self.experts
+        return self.recurrent.layers * (self.recurrent.parameters - attending)
 
     @property
     def attention_width(self) -> int:
@@ -95,17 +116,18 @@ class ModelShape:
     def parameters(self) -> int:
         """Weights in all, as they lie in memory."""
         tables = self.head_parameters * (1 if self.tied else 2)
-        return self.layers * self.layer_parameters + tables
+        return self.layers * self.layer_parameters + self.recurrent_more + tables
 
     @property
     def active_parameters(self) -> int:
         """Weights that multiply a token whose logits are wanted: P of BlendServe section 4.1."""
-        return self.layers * self.active_layer_parameters + self.head_parameters
+        layers = self.layers * self.active_layer_parameters + self.recurrent_more
+        return layers + self.head_parameters
 
     @property
     def kv_values_per_token(self) -> int:
         """Values of K and V of one token in all layers, sliding ones too while it is in reach."""
-        return 2 * self.kv_width * self.layers
+        return 2 * self.kv_width * self.attention_layers
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], name: str = "") -> ModelShape:
@@ -134,6 +156,9 @@ class ModelShape:
         experts = may("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
         inner = ("moe_intermediate_size",) if experts and "moe_intermediate_size" in config else ()
         window, window_layers = _window(config, layers)
+        kind = config.get("model_type")
+        dense = kind == "granitemoehybrid" and not experts
+        width = ("shared_intermediate_size",) if dense else (*inner, "intermediate_size")
         return cls(
             name=name,
             layers=layers,
@@ -141,15 +166,16 @@ class ModelShape:
             heads=heads,
             kv_heads=may("num_key_value_heads") or heads,
             head_size=may("head_dim") or hidden // heads,
-            intermediate=need(*inner, "intermediate_size"),
+            intermediate=need(*width),
             vocab=need("vocab_size"),
             experts=experts,
             experts_per_token=need("num_experts_per_tok", "moe_k") if experts else 0,
             shared=_shared_width(config) if experts else 0,
-            tied=bool(config.get("tie_word_embeddings", False)),
+            tied=bool(config.get("tie_word_embeddings", kind in CONV)),
             window=window,
             window_layers=window_layers,
-            gated=config.get("model_type") in GATED,
+            gated=kind in GATED or kind in DELTA,
+            recurrent=read_recurrent(config, layers, hidden),
         )
 
 
@@ -177,6 +203,14 @@ def _window(config: Mapping[str, Any], layers: int) -> tuple[int | None, int]:
     return (int(window), sliding) if sliding else (None, 0)
 
 
+def _delta(layers: int, hidden: int, value_heads: int) -> Recurrent:
+    """The recurrent layers of a Qwen 3.6: 16 heads of keys, all heads of 128."""
+    values, keys = 128 * value_heads, 128 * 16
+    channels = 2 * keys + values
+    weights = hidden * (channels + values + 2 * value_heads) + values * hidden
+    return Recurrent(layers, weights, 128 * values, 3 * channels)
+
+
 def _shapes() -> dict[str, ModelShape]:
     """The catalogue, from each model's config.json on the Hugging Face hub."""
     llama_7b = ModelShape("llama-2-7b", 32, 4096, 32, 32, 128, 11008, 32000)
@@ -201,6 +235,33 @@ def _shapes() -> dict[str, ModelShape]:
         ModelShape("qwen3-32b", 64, 5120, 64, 8, 128, 25600, 151936),
         ModelShape(
             "qwen3-30b-a3b", 48, 2048, 32, 4, 128, 768, 151936, experts=128, experts_per_token=8
+        ),
+        ModelShape(
+            "qwen3.6-27b",
+            64,
+            5120,
+            24,
+            4,
+            256,
+            17408,
+            248320,
+            gated=True,
+            recurrent=_delta(48, 5120, 48),
+        ),
+        ModelShape(
+            "qwen3.6-35b-a3b",
+            40,
+            2048,
+            16,
+            2,
+            256,
+            512,
+            248320,
+            experts=256,
+            experts_per_token=8,
+            shared=512,
+            gated=True,
+            recurrent=_delta(30, 2048, 32),
         ),
         ModelShape("deepseek-67b", 95, 8192, 64, 8, 128, 22016, 102400),
         ModelShape("phi-4", 40, 5120, 40, 10, 128, 17920, 100352),

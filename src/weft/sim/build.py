@@ -12,14 +12,15 @@ from heapq import merge
 from itertools import count, islice, repeat
 from pathlib import Path
 
-from weft.core.errors import ConfigError, UnsupportedModelError
+from weft.core.errors import ConfigError, OutOfMemoryError, UnsupportedModelError
+from weft.core.kv_split import LEAST_SLOTS
 from weft.core.schedulers import SCHEDULERS
 from weft.core.types import ServiceClass
 from weft.cost.fit import Fitted, ProfileKey
 from weft.cost.hardware import Hardware, hardware
 from weft.cost.interference import ridge_of
 from weft.cost.model import CostModel, step_time
-from weft.cost.roofline import CPU_DRIVEN, KV_BYTES, NO_OVERHEAD, Roofline
+from weft.cost.roofline import CPU_DRIVEN, NO_OVERHEAD, Roofline
 from weft.cost.shape import ModelShape, model_shape
 from weft.cost.work import Work
 from weft.kv.cache import GroupSpec
@@ -165,9 +166,11 @@ def build(options: SimOptions) -> World:
         ParameterError: a trace is wrong; says in which line.
     """
     shape, machine = find_shape(options.model), hardware(options.hardware)
+    _check_recurrent(options, shape)
     cost, sheet = _costs(options, shape, machine)
-    room = sheet.kv_room(options.memory_share) // options.block_size
-    longest = min(options.max_model_len or room * options.block_size, room * options.block_size)
+    groups = _groups(options, sheet)
+    room = groups[0].num_blocks * options.block_size
+    longest = min(options.max_model_len or room, room)
     limits = Limits(options.max_num_seqs, options.max_num_batched_tokens, longest)
     main = _source(options, "trace", options.service_class, options.requests, 0)
     best_effort = None
@@ -183,7 +186,7 @@ def build(options: SimOptions) -> World:
         bounds["tpot_ms"] = main.workload.bound_ms("tpot", "itl")
     classes = options.service_classes(**bounds)
     resources = Resources(
-        (GroupSpec("full", options.block_size, room),),
+        groups,
         limits,
         classes,
         options.prefix_caching,
@@ -287,12 +290,57 @@ def _costs(options: SimOptions, shape: ModelShape, machine: Hardware) -> tuple[C
     return MeasuredCosts(shape, machine, dtype, kv_dtype, tp, overhead), sheet
 
 
+def _check_recurrent(options: SimOptions, shape: ModelShape) -> None:
+    """Raise ConfigError where engines keep no states, or nobody has measured their costs."""
+    if shape.recurrent is None:
+        return
+    if SCHEDULERS[options.scheduler].has_part:
+        raise ConfigError(
+            f"{shape.name} has recurrent layers, beside which no host attends; set scheduler to "
+            "fcfs or slo.",
+            param="scheduler",
+        )
+    if options.step_times != "roofline":
+        raise ConfigError(
+            f"{shape.name} has recurrent layers, whose kernels are not among the measured ones; "
+            "leave step_times at roofline.",
+            param="step_times",
+        )
+
+
+def _groups(options: SimOptions, sheet: Roofline) -> tuple[GroupSpec, ...]:
+    """The KV memory: blocks, and where there are recurrent layers half of it as slots of state.
+
+    Raises:
+        OutOfMemoryError: the weights, or the fewest slots, do not fit.
+    """
+    room, size, state = (
+        sheet.kv_room(options.memory_share),
+        options.block_size,
+        sheet.shape.state_bytes,
+    )
+    if not state:
+        return (GroupSpec("full", size, room // size),)
+    budget = room * sheet.kv_token_bytes
+    slots = int(min(budget // 2 // state, room // size))  # a mark is of no use without a block
+    if slots < LEAST_SLOTS:
+        raise OutOfMemoryError(
+            f"A slot of recurrent state of {sheet.shape.name} needs {state} bytes, and "
+            f"{LEAST_SLOTS} of them at most half of the {budget:.0f} for KV."
+        )
+    blocks = int((budget - slots * state) // (size * sheet.kv_token_bytes))
+    recurrent = GroupSpec("state", size, slots, window=1, recurrent=True)
+    return GroupSpec("full", size, blocks), recurrent
+
+
 def _host_blocks(options: SimOptions, sheet: Roofline, machine: Hardware) -> tuple[int, ...]:
     if machine.host is None:
         return ()
     given = machine.host.memory // 2 if options.host_kv is None else options.host_kv
-    block = sheet.shape.kv_values_per_token * KV_BYTES[sheet.kv_dtype] * options.block_size
-    return (int(given // block),)
+    block, state = options.block_size * sheet.kv_token_bytes, sheet.shape.state_bytes
+    if not state:
+        return (int(given // block),)
+    return int(given // 2 // block), int(given // 2 // state)
 
 
 def _source(

@@ -62,6 +62,7 @@ def _one(world: World, rate: float | None, load: float) -> Simulated:
             world.errors(),
             world.planned.classes,
             done,
+            state_tokens=world.sheet.state_tokens,
         )
 
 

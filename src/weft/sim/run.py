@@ -50,6 +50,7 @@ def simulate(
     classes: Seq[ServiceClass] = DEFAULT_CLASSES,
     done: Callable[[int], None] | None = None,
     piggyback: Piggyback | None = None,
+    state_tokens: int = 0,
 ) -> Simulated:
     """Serve the traffic until every request has ended.
 
@@ -60,6 +61,7 @@ def simulate(
         done: hears the number of each request that has ended.
         piggyback: the hosts of a scheduler that has piggybacked rows; unset is one, as fast as
             ``cost`` says.
+        state_tokens: as large as the KV of so many tokens is a slot of recurrent state.
 
     Raises:
         InvariantError: the scheduler got stuck or lost something.
@@ -84,6 +86,7 @@ def simulate(
         block_size=scheduler.cache.groups[0].block_size,
         piggyback=piggyback,
         speeds=None if scheduler.halves is None else scheduler.halves.speeds,
+        state_tokens=state_tokens,
     )
     loop = EngineLoop(scheduler, executor, inbox, clock)
     while True:

@@ -94,6 +94,7 @@ class SimulatedExecutor:
         depth: steps that may be in flight while another one is launched, as with real devices.
         piggyback: carries the piggybacked rows of plans that have some.
         speeds: of what the halves of a step do side by side; None where they run in turn.
+        state_tokens: as large as the KV of so many tokens is a slot of recurrent state.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class SimulatedExecutor:
         depth: int = 1,
         piggyback: Piggyback | None = None,
         speeds: Speeds | None = None,
+        state_tokens: int = 0,
     ) -> None:
         self.depth = depth
         self.overlaps = speeds is not None
@@ -119,7 +121,7 @@ class SimulatedExecutor:
         self._errors = errors
         self._log = log
         self._gauges = gauges
-        self._block_size = block_size
+        self._block_size, self._state_tokens = block_size, state_tokens
         self._rows: dict[int, _TracedRow] = {}
         self._free_at = 0.0
         self._piggyback = piggyback
@@ -234,13 +236,16 @@ class SimulatedExecutor:
         return StepResult(plan.step_id, tuple(ids), tuple(tokens))
 
     def _copied(self, copies: Sequence[TierCopy]) -> int:
-        """Tokens whose KV is copied, by the blocks of the first group."""
-        return self._block_size * sum(group == 0 for group, _, _ in copies)
+        """Tokens whose KV is copied, by the blocks of the first group; slots count as theirs."""
+        sizes = (self._block_size, self._state_tokens)
+        return sum(sizes[group] for group, _, _ in copies)
 
     def _moved(self, moves: Iterable[KVMove], to: Tier) -> int:
-        """Tokens of the full group whose KV moves there; whole blocks are copied."""
-        blocks = sum(len(move.source[0]) for move in moves if move.to is to)
-        return blocks * self._block_size
+        """Tokens of the full group whose KV moves there; whole blocks are copied, and states."""
+        there = [move for move in moves if move.to is to]
+        states = sum(move.state is not None for move in there)
+        blocks = sum(len(move.source[0]) for move in there)
+        return blocks * self._block_size + states * self._state_tokens
 
     def _write(self, works: list[Work], start_s: float, seconds: float) -> None:
         work = works[0] if len(works) == 1 else works[0].joined(works[1])

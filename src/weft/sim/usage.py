@@ -35,19 +35,20 @@ class Machine:
         shape = self.shape
         pairs = log.column("prefill_area") + self._kept(log, "decode_context", "decodes")
         return (
-            2.0 * shape.layers * shape.active_layer_parameters * log.column("tokens")
+            2.0 * (shape.active_parameters - shape.head_parameters) * log.column("tokens")
             + 2.0 * shape.head_parameters * log.column("sampled")
-            + 4.0 * shape.attention_width * shape.layers * pairs
+            + 4.0 * shape.attention_width * shape.attention_layers * pairs
         )
 
     def bytes(self, log: StepLog) -> Floats:
-        """Device memory that each step reads and writes: weights, and the KV of its contexts."""
+        """Device memory that each step reads and writes: weights, KV of contexts, and states."""
         shape, size = self.shape, BYTES[self.dtype]
         kv = shape.kv_values_per_token * KV_BYTES[self.kv_dtype]
         contexts = self._kept(log, "prefill_context", "prefills")
         contexts = contexts + self._kept(log, "decode_context", "decodes")
         written = log.column("tokens") - log.column("host_decodes")
-        return self._weights(log) * size + kv * (contexts + written)
+        states = 2 * shape.state_bytes * (log.column("prefills") + log.column("decodes"))
+        return self._weights(log) * size + kv * (contexts + written) + states
 
     def _weights(self, log: StepLog) -> Floats:
         """Weights read: of the experts of a mixture those that a token is expected to go to."""
@@ -57,6 +58,7 @@ class Machine:
             miss = 1 - shape.experts_per_token / shape.experts
             experts = shape.experts * (1 - miss**tokens)
         layers = shape.layers * (shape.dense_parameters + experts * shape.expert_parameters)
+        layers = layers + shape.recurrent_more
         passes = np.maximum(log.column("sub_batches"), 1)
         return passes * layers + (log.column("sampled") > 0) * shape.head_parameters
 
@@ -65,7 +67,7 @@ class Machine:
         whole, shape = log.column(context), self.shape
         if shape.window is None:
             return whole
-        share = shape.window_layers / shape.layers
+        share = shape.window_layers / shape.attention_layers
         seen = np.minimum(whole, log.column(rows) * shape.window)
         return (1 - share) * whole + share * seen
 
