@@ -5,6 +5,7 @@ So is the rule with a decay for each channel, of Kimi-Linear and, with a floor, 
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,6 +26,7 @@ SHAPES = {
     "even": DeltaShape(2, 2, 16, 16, 4),
     "grouped": DeltaShape(2, 6, 32, 48, 4),
     "two-taps": DeltaShape(1, 4, 48, 16, 2),
+    "tiled": DeltaShape(2, 6, 32, 16, 4, tiled=True),
     "by-channel": DeltaShape(3, 3, 32, 32, 4, by_channel=True),
     "by-channel-floor": DeltaShape(2, 2, 48, 48, 3, by_channel=True),
 }
@@ -81,7 +83,25 @@ def make(name: str, dtype: torch.dtype = torch.float32) -> Layer:
     gates = torch.cat((module.in_proj_b(hidden), module.in_proj_a(hidden)), -1)[0]
     conv = module.conv1d.weight.squeeze(1)
     parts = DeltaParts(shape, conv, module.A_log, module.dt_bias, module.norm.weight, 1e-6)
-    return Layer(module.out_proj, parts, x, gates, module(hidden)[0], dtype)
+    layer = Layer(module.out_proj, parts, x, gates, module(hidden)[0], dtype)
+    return _tiled(layer) if shape.tiled else layer
+
+
+def _tiled(layer: Layer) -> Layer:
+    """The layer with heads of values as llama.cpp orders them: the first of each key head first."""
+    shape, parts, output = layer.parts.shape, layer.parts, copy.deepcopy(layer.output)
+    heads = torch.arange(shape.value_heads).view(shape.key_heads, -1).T.ravel()
+    rows = torch.arange(shape.values).view(shape.value_heads, -1)[heads].ravel()
+    values = torch.cat((torch.arange(2 * shape.keys), 2 * shape.keys + rows))
+    mixed = torch.cat((values, shape.channels + rows))
+    gates = torch.cat((heads, shape.value_heads + heads))
+    output.weight = nn.Parameter(output.weight[:, rows], requires_grad=False)
+    parts = replace(
+        parts, conv=parts.conv[values], decay=parts.decay[heads], bias=parts.bias[heads]
+    )
+    return replace(
+        layer, output=output, parts=parts, x=layer.x[:, mixed], gates=layer.gates[:, gates]
+    )
 
 
 def _shaken(module: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -13,6 +13,7 @@ SHAPES = {
     "even": DeltaShape(2, 2, 16, 16, 4),
     "grouped": DeltaShape(1, 3, 24, 40, 4),  # neither size a power of 2, values in two slabs
     "two-taps": DeltaShape(1, 2, 8, 8, 2),
+    "tiled": DeltaShape(2, 4, 8, 24, 4, tiled=True),
 }
 COUNTS, READS, WRITES = [6, 1, 2, 4], [-1, 2, 0, -1], [1, 3, 4, 5]
 MARKS = [(1, 6), (4, 7), (8, 8)]  # in the first row twice, and where the third one ends

@@ -18,6 +18,8 @@ class DeltaShape:
 
     Attributes:
         by_channel: each channel of a head's key has a decay of its own, in place of one a head.
+        tiled: head h of v reads head h % Hk of k, as llama.cpp orders them, in place of
+            h // (Hv / Hk).
     """
 
     key_heads: int
@@ -26,6 +28,7 @@ class DeltaShape:
     value_dim: int
     taps: int
     by_channel: bool = False
+    tiled: bool = False
 
     @property
     def decays(self) -> int:

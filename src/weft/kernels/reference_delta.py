@@ -78,8 +78,12 @@ class ReferenceDelta:
         )
         each = shape.value_heads // shape.key_heads
         q, k = (
-            (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(each, 1)
+            part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt()
             for part in (p.view(count, shape.key_heads, shape.key_dim) for p in (q, k))
+        )
+        q, k = (
+            part.repeat(1, each, 1) if shape.tiled else part.repeat_interleave(each, 1)
+            for part in (q, k)
         )
         return q * shape.key_dim**-0.5, k, v.view(count, shape.value_heads, shape.value_dim)
 

@@ -22,7 +22,8 @@ void make(Delta* place, nb::tuple shape, nb::tuple weights, double epsilon, bool
   const auto weight = [&](size_t i) {
     return reinterpret_cast<const float*>(nb::cast<uintptr_t>(weights[i]));
   };
-  new (place) Delta({size(0), size(1), size(2), size(3), size(4), nb::cast<bool>(shape[5])},
+  new (place) Delta({size(0), size(1), size(2), size(3), size(4), nb::cast<bool>(shape[5]),
+                     nb::cast<bool>(shape[6])},
                     {weight(0), weight(1), weight(2), weight(3), static_cast<float>(epsilon), sigmoid,
                      static_cast<float>(floor)});
 }

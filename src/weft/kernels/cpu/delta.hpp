@@ -17,8 +17,16 @@ constexpr int64_t kMostKeys = 256;  // rows of a head's matrix
 struct DeltaShape {
   int64_t key_heads, value_heads, key_dim, value_dim, taps;
   bool by_channel = false;  // each row of a head's matrix has a decay of its own (KDA)
+  bool tiled = false;       // value head h reads key head h % key_heads, not h / their ratio
 
   int64_t decays() const { return by_channel ? value_heads * key_dim : value_heads; }
+  // The key head that a value head reads, and the i-th value head that reads a key head.
+  int64_t key_head_of(int64_t value_head) const {
+    return tiled ? value_head % key_heads : value_head / (value_heads / key_heads);
+  }
+  int64_t value_head_of(int64_t key_head, int64_t i) const {
+    return tiled ? i * key_heads + key_head : key_head * (value_heads / key_heads) + i;
+  }
   int64_t keys() const { return key_heads * key_dim; }
   int64_t values() const { return value_heads * value_dim; }
   int64_t channels() const { return 2 * keys() + values(); }  // of q, k and v, in this order

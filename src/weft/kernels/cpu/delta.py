@@ -49,7 +49,7 @@ class CpuDelta:
         self._weights = (conv, decay, as_floats(parts.bias), as_floats(parts.norm))
         sizes = (
             shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, shape.taps,
-            shape.by_channel,
+            shape.by_channel, shape.tiled,
         )  # fmt: skip
         self.native = _native.Delta(
             sizes, tuple(address(weight) for weight in self._weights), parts.norm_eps,

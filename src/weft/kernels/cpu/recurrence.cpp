@@ -90,7 +90,8 @@ class Advance {
     return states_.inputs + slot * (shape_.taps - 1) * shape_.channels();
   }
 
-  // Calls body(first, size) for the channels of a key head: of q, of k, and of v of its value heads.
+  // Calls body(first, size) for the channels of a key head: of q, of k, and of as many value heads,
+  // which are its own but where heads are tiled.
   template <typename Body>
   void each_part(int64_t head, const Body& body) const {
     const int64_t dim = shape_.key_dim, values = values_each_ * shape_.value_dim;
@@ -118,9 +119,8 @@ class Advance {
     kernels_.normalise(k, dim, 1.0f);
     const float product = kernels_.dot(q, k, dim);
     const char* const gates = gates_.as<char>() + token * gates_.stride[0] * size_of(gates_.type);
-    const int64_t last = (key_head + 1) * values_each_;
-    for (int64_t head = key_head * values_each_; head < last; ++head) {
-      const int64_t at = token * heads + head;
+    for (int64_t i = 0; i < values_each_; ++i) {
+      const int64_t head = shape_.value_head_of(key_head, i), at = token * heads + head;
       products_[at] = product;
       rates_[at] = 1.0f / (1.0f + std::exp(-number_at(gates, gates_.type, head)));
       if (shape_.by_channel) {
@@ -148,7 +148,7 @@ class Advance {
   DeltaToken token_of(int64_t token, int64_t slab) const {
     const float* const mixed = mixed_ + token * shape_.channels();
     const int64_t head = slab / slabs_of_head_, dim = shape_.key_dim;
-    const float* const q = mixed + head / values_each_ * dim;
+    const float* const q = mixed + shape_.key_head_of(head) * dim;
     const int64_t at = token * shape_.value_heads + head;
     DeltaToken found{q, q + shape_.keys(), mixed + 2 * shape_.keys() + slab * kSlab, products_[at],
                      0.0f, rates_[at], read_ + token * shape_.values() + slab * kSlab, nullptr,

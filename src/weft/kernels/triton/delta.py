@@ -68,7 +68,7 @@ def _delta_rule(
     x, gates, weights, decays, biases, matrices, inputs, bounds, reads, writes, marks, out,
     stride, stride_gates,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    TAPS: tl.constexpr, BLOCK: tl.constexpr, SLAB: tl.constexpr,
+    TAPS: tl.constexpr, BLOCK: tl.constexpr, SLAB: tl.constexpr, TILED: tl.constexpr,
 ):  # fmt: skip
     """Take a row's tokens through a slab of a head's state; see ``reference_delta``."""
     row, head, slab = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -81,11 +81,11 @@ def _delta_rule(
         keys, values = key < KEY, value < VALUE
         cells = keys[:, None] & values[None, :]
         cell = head * KEY * VALUE + key[:, None] * VALUE + value[None, :]
-        of_query = (head // EACH) * KEY + key
+        of_query = (head % KEY_HEADS if TILED else head // EACH) * KEY + key
         of_key = KEY_HEADS * KEY + of_query
         of_value = 2 * KEY_HEADS * KEY + head * VALUE + value
         # One program keeps the inputs that heads of values share.
-        first = keys & (slab == 0) & (head % EACH == 0)
+        first = keys & (slab == 0) & (head < KEY_HEADS if TILED else head % EACH == 0)
         slot = tl.load(reads + row).to(tl.int64)
         read = slot >= 0
         slot = tl.where(read, slot, 0)
@@ -194,7 +194,7 @@ class TritonDelta:
             batch.bounds, batch.reads, batch.writes, by_token(batch.marks, tokens), found,
             x.stride(0), gates.stride(0),
             KEY_HEADS=shape.key_heads, HEADS=shape.value_heads, KEY=shape.key_dim,
-            VALUE=shape.value_dim, TAPS=shape.taps, BLOCK=block, SLAB=slab,
+            VALUE=shape.value_dim, TAPS=shape.taps, BLOCK=block, SLAB=slab, TILED=shape.tiled,
             num_warps=_WARPS, num_stages=1,
         )  # fmt: skip
         _gated_norm[(tokens, shape.value_heads)](
