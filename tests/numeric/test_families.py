@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from checkpoints import CASES, FAMILY_CASES
 from test_models_gguf import ARCHITECTURES
+from test_models_gguf_converted import CONVERTED
 
 from weft.core.kv_types import KV_TYPES
 from weft.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, FAMILIES, GGUF_FAMILIES, ROWS
@@ -37,4 +40,11 @@ def test_configs_are_read_by_each_name_of_their_family(name, case):
 
 
 def test_every_family_that_llama_cpp_stores_is_tried_in_its_files():
-    assert set(ARCHITECTURES) == set(GGUF_FAMILIES)
+    assert {*ARCHITECTURES, *CONVERTED} == set(GGUF_FAMILIES)
+
+
+def test_the_guide_names_the_architectures_of_gguf_files():
+    guide = (Path(__file__).parents[2] / "docs" / "guide.md").read_text()
+    listed = re.search(r"^Architectures, as .*?\. Layers$", guide, re.DOTALL | re.MULTILINE)
+    assert listed is not None
+    assert set(GGUF_FAMILIES) <= set(re.findall(r"[\w-]+", listed[0]))

@@ -7,15 +7,14 @@ from typing import Any
 from weft.kernels.parts import SWIGLU_ALPHA, SWIGLU_LIMIT
 from weft.models.config_reader import ConfigReader
 from weft.models.family import (
-    ATTENTION_BIAS,
     FULL,
     SLIDING,
     Family,
-    GgufForm,
     read_sizes,
     read_window,
     read_windows,
 )
+from weft.models.gguf_form import ATTENTION_BIAS, LOCAL_EXPERTS, GgufForm
 from weft.models.llama_like import llama_like
 from weft.models.llama_variants import with_no_rope
 from weft.models.spec import CheckpointLayout, GateSpec, ModelSpec, MoeSpec
@@ -125,15 +124,10 @@ ATTENTION_FAMILIES = (
         gguf=GgufForm(
             "gpt-oss",
             biases=ATTENTION_BIAS,
-            names={
-                "post_attention_norm": "post_attention_layernorm",
-                "ffn_gate_inp": "mlp.router",
-            },
             numbers={
                 "attention.sliding_window": "sliding_window",
-                "expert_count": "num_local_experts",
-                "expert_used_count": "num_experts_per_tok",
                 "expert_feed_forward_length": "intermediate_size",
+                **LOCAL_EXPERTS,
             },
             scaling={"truncate": False},
         ),

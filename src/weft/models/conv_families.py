@@ -14,6 +14,9 @@ from weft.models.family import (
     read_sizes,
     read_window,
 )
+from weft.models.gguf_form import EXPERTS, GgufForm
+from weft.models.gguf_mixers import short_convolutions
+from weft.models.gguf_names import CONV_NAMES
 from weft.models.llama_like import llama_like
 from weft.models.moe_families import DENSE, SPARSE, expert_layers
 from weft.models.rope_config import read_layer_ropes
@@ -174,7 +177,28 @@ def lfm3(config: ConfigReader, limit: int | None) -> ModelSpec:
 
 
 CONV_FAMILIES = (
-    Family("lfm2", "Lfm2ForCausalLM", "lfm2", lfm2),
-    Family("lfm2_moe", "Lfm2MoeForCausalLM", "lfm2_moe", lfm2_moe),
+    Family(
+        "lfm2",
+        "Lfm2ForCausalLM",
+        "lfm2",
+        lfm2,
+        gguf=GgufForm(
+            names=CONV_NAMES, stated={"block_auto_adjust_ff_dim": False}, more=short_convolutions
+        ),
+    ),
+    Family(
+        "lfm2_moe",
+        "Lfm2MoeForCausalLM",
+        "lfm2_moe",
+        lfm2_moe,
+        gguf=GgufForm(
+            "lfm2moe",
+            biases={"use_expert_bias": "exp_probs_b.bias"},
+            names=CONV_NAMES,
+            scoring="sigmoid",
+            numbers={**EXPERTS, "leading_dense_block_count": "num_dense_layers"},
+            more=short_convolutions,
+        ),
+    ),
     Family("lfm3", "Lfm3ForCausalLM", "lfm3", lfm3),
 )

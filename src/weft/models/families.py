@@ -38,5 +38,8 @@ BY_ARCHITECTURE = {architecture: found for architecture, _, found in _checkpoint
 BY_ARCHITECTURE |= {alias: (row, row.read) for row in ROWS for alias in row.aliases}
 BY_MODEL_TYPE = {model_type: found for _, model_type, found in _checkpoints()}
 GGUF_FAMILIES = {
-    row.gguf.name or row.name: row for row in FAMILIES.values() if row.gguf is not None
+    name: row
+    for row in FAMILIES.values()
+    if row.gguf is not None
+    for name in (row.gguf.name or row.name, *row.gguf.aliases)
 }

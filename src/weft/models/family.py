@@ -8,6 +8,7 @@ from typing import Any
 
 from weft.models.bounds import MOST_NUMBER
 from weft.models.config_reader import ConfigReader
+from weft.models.gguf_form import GgufForm
 from weft.models.quant_config import read_stored_weights
 from weft.models.rope_config import RopeContext
 from weft.models.spec import LayerSpec, ModelSpec
@@ -22,42 +23,6 @@ ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 # From a config, and the longest sequence that will be served if one is set, to the model.
 Reader = Callable[[ConfigReader, int | None], ModelSpec]
-
-
-@dataclass(frozen=True)
-class GgufForm:
-    """How files of llama.cpp store a family.
-
-    Attributes:
-        name: of the architecture there; empty: the family's.
-        biases: keys of ``config.json`` that are true where a layer's tensor has a bias, with the
-            tensor's name.
-        rotated_by_pairs: rows of Q and K are stored in the order of interleaved rotation.
-        norms_plus_one: norms are stored with the 1 that the model adds.
-        scaled_by_width: layers of the one size whose queries are scaled by hidden / heads.
-        partly_rotated: heads are rotated in their first dimensions, whose number is stated.
-        post_norms: norms stand behind attention and MLP, too.
-        names: of parts of a layer that differ, and what ``config.json``'s checkpoints call them.
-        numbers: keys of the metadata with those of ``config.json`` that they stand for.
-        stated: what ``config.json`` says where the metadata do not.
-        scaling: the same of the scaling of the rotation.
-    """
-
-    name: str = ""
-    biases: Mapping[str, str] = field(default_factory=dict)
-    rotated_by_pairs: bool = False
-    norms_plus_one: bool = False
-    scaled_by_width: int | None = None
-    partly_rotated: bool = False
-    post_norms: bool = False
-    names: Mapping[str, str] = field(default_factory=dict)
-    numbers: Mapping[str, str] = field(default_factory=dict)
-    stated: Mapping[str, Any] = field(default_factory=dict)
-    scaling: Mapping[str, Any] = field(default_factory=dict)
-
-
-ATTENTION_BIAS = {"attention_bias": "attn_q"}  # of ``GgufForm.biases``
-FUSED_MLP = {"ffn_up": "mlp.gate_up_proj"}  # of ``GgufForm.names``
 
 
 @dataclass(frozen=True)

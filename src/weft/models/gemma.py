@@ -9,7 +9,6 @@ from weft.models.family import (
     FULL,
     SLIDING,
     Family,
-    GgufForm,
     Multimodal,
     Reader,
     Sizes,
@@ -19,6 +18,9 @@ from weft.models.family import (
     read_text_part,
     read_window,
 )
+from weft.models.gguf_form import GgufForm
+from weft.models.gguf_mixers import gemma4 as gemma4_metadata
+from weft.models.gguf_names import GEMMA4_NAMES
 from weft.models.rope_config import read_layer_ropes, read_rope
 from weft.models.spec import LayerSpec, ModelSpec, MoeSpec
 
@@ -246,7 +248,12 @@ GEMMA = (
         "gemma3_text",
         gemma3,
         (Multimodal("Gemma3ForConditionalGeneration", "gemma3", gemma3_multimodal),),
-        GgufForm(norms_plus_one=True, post_norms=True, scaled_by_width=62),
+        GgufForm(
+            norms_plus_one=True,
+            post_norms=True,
+            scaled_by_width=62,
+            numbers={"rope.freq_base_swa": "rope_local_base_freq"},
+        ),
     ),
     Family(
         "gemma4",
@@ -254,6 +261,7 @@ GEMMA = (
         "gemma4_text",
         gemma4,
         (Multimodal("Gemma4ForConditionalGeneration", "gemma4", gemma4_multimodal),),
+        GgufForm(post_norms=True, names=GEMMA4_NAMES, more=gemma4_metadata),
         unsound_kv={"fp8": _GLOBAL_HEADS},
     ),
 )

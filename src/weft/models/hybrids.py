@@ -17,6 +17,9 @@ from weft.models.family import (
     read_sizes,
     read_text_part,
 )
+from weft.models.gguf_form import EXPERTS, SHARED_EXPERT, GgufForm
+from weft.models.gguf_mixers import delta_layers
+from weft.models.gguf_names import DELTA_NAMES
 from weft.models.llama_like import llama_like
 from weft.models.moe_families import QWEN_NAMES
 from weft.models.spec import CheckpointLayout, GateSpec, LayerSpec, ModelSpec, MoeSpec, StateSpec
@@ -141,7 +144,7 @@ def qwen3_next(config: ConfigReader, limit: int | None) -> ModelSpec:
     dense = config.integers("mlp_only_layers")
     step = config.positive("decoder_sparse_step", 1)
     layers = _sparse_layers(config, sizes, shared, dense, step)
-    layout = CheckpointLayout(fused_state=True, renamed=QWEN_NAMES)
+    layout = CheckpointLayout(fused_state=True, fused_state_gates=True, renamed=QWEN_NAMES)
     return replace(_hybrid(config, sizes, layers, layout), moe=moe)
 
 
@@ -161,14 +164,27 @@ def qwen3_5_moe_text_part(config: ConfigReader, limit: int | None) -> ModelSpec:
     return _text_part(qwen3_5_moe, config, limit)
 
 
+_DELTA = GgufForm(norms_plus_one=True, partly_rotated=True, names=DELTA_NAMES, more=delta_layers)
 HYBRIDS = (
-    Family("qwen3_next", "Qwen3NextForCausalLM", "qwen3_next", qwen3_next),
+    Family(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        "qwen3_next",
+        qwen3_next,
+        gguf=replace(
+            _DELTA,
+            name="qwen3next",
+            numbers={**EXPERTS, **SHARED_EXPERT},
+            layout={"fused_state": False},
+        ),
+    ),
     Family(
         "qwen3_5_moe",
         "Qwen3_5MoeForCausalLM",
         "qwen3_5_moe_text",
         qwen3_5_moe,
         (Multimodal("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", qwen3_5_moe_text_part),),
+        replace(_DELTA, name="qwen35moe", tiled_heads=True, numbers={**EXPERTS, **SHARED_EXPERT}),
     ),
     Family(
         "qwen3_5",
@@ -176,5 +192,6 @@ HYBRIDS = (
         "qwen3_5_text",
         qwen3_5,
         (Multimodal("Qwen3_5ForConditionalGeneration", "qwen3_5", qwen3_5_text_part),),
+        replace(_DELTA, name="qwen35", tiled_heads=True),
     ),
 )

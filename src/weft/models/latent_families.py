@@ -8,6 +8,8 @@ from typing import Any
 
 from weft.models.config_reader import ConfigReader
 from weft.models.family import Family, Multimodal, Sizes, read_sizes, read_text_part
+from weft.models.gguf_form import GgufForm
+from weft.models.gguf_mixers import latent_attention
 from weft.models.llama_like import llama_like
 from weft.models.moe_families import (
     deepseek_moe,
@@ -195,6 +197,7 @@ LATENT_FAMILIES = (
         "deepseek_v3",
         deepseek_v3,
         (Multimodal("KimiK25ForConditionalGeneration", "kimi_k25", kimi_k25),),
+        GgufForm("deepseek2", scoring="", more=latent_attention),
     ),
     Family("deepseek_v2", "DeepseekV2ForCausalLM", "deepseek_v2", deepseek_v2),
     Family("glm4_moe_lite", "Glm4MoeLiteForCausalLM", "glm4_moe_lite", glm4_moe_lite),

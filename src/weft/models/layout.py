@@ -239,21 +239,32 @@ def _latent(spec: ModelSpec, latent: LatentSpec) -> Iterator[Parameter]:
         up = whole("query_up", "self_attn.q_b_proj.weight", (rows, latent.query_rank))
         yield _turned(spec, latent, up)
     yield whole("latent_norm", "self_attn.kv_a_layernorm.weight", (rank,))
-    each = latent.plain_dim + latent.value_dim
-    keys, values = [], []
-    for head in range(heads):
-        start, middle = head * each, head * each + latent.plain_dim
-        tensor, key = "self_attn.kv_b_proj.weight", (slice(None), slice(start, middle))
-        keys.append(Piece(tensor, (rank, heads * each), (head,), key, transposed=True))
-        value = (slice(middle, start + each),)
-        values.append(Piece(tensor, (heads * each, rank), (head,), value))
-    yield Parameter("key_up", (heads, rank, latent.plain_dim), tuple(keys))
-    yield Parameter("value_up", (heads, latent.value_dim, rank), tuple(values))
+    yield from _latent_up(spec, latent)
     yield whole("output", "self_attn.o_proj.weight", (hidden, heads * latent.value_dim))
     if spec.output_bias:
         yield whole("output_bias", "self_attn.o_proj.bias", (hidden,))
     if spec.output_gate is not None:
         yield whole("output_gate", "self_attn.gate_proj.weight", (heads, hidden))
+
+
+def _latent_up(spec: ModelSpec, latent: LatentSpec) -> Iterator[Parameter]:
+    """What makes keys and values of latents, for each head."""
+    heads, rank = spec.num_heads, latent.rank
+    key, value = (heads, rank, latent.plain_dim), (heads, latent.value_dim, rank)
+    if spec.layout.split_latent:
+        yield whole("key_up", "self_attn.k_b_proj.weight", key)
+        yield whole("value_up", "self_attn.v_b_proj.weight", value)
+        return
+    each = latent.plain_dim + latent.value_dim
+    keys, values = [], []
+    for head in range(heads):
+        start, middle = head * each, head * each + latent.plain_dim
+        tensor, of_key = "self_attn.kv_b_proj.weight", (slice(None), slice(start, middle))
+        keys.append(Piece(tensor, (rank, heads * each), (head,), of_key, transposed=True))
+        of_value = (slice(middle, start + each),)
+        values.append(Piece(tensor, (heads * each, rank), (head,), of_value))
+    yield Parameter("key_up", key, tuple(keys))
+    yield Parameter("value_up", value, tuple(values))
 
 
 def _named(kind: str, parts: list[tuple[str, int]]) -> list[tuple[str, int]]:

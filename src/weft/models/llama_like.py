@@ -7,12 +7,9 @@ from typing import Any
 
 from weft.models.config_reader import ConfigReader
 from weft.models.family import (
-    ATTENTION_BIAS,
     FULL,
-    FUSED_MLP,
     SLIDING,
     Family,
-    GgufForm,
     Multimodal,
     Reader,
     Sizes,
@@ -24,6 +21,8 @@ from weft.models.family import (
     read_window,
     with_towers,
 )
+from weft.models.gguf_form import ATTENTION_BIAS, EXPERTS, FUSED_MLP, GgufForm
+from weft.models.gguf_mixers import mixtral_experts
 from weft.models.rope_config import RopeContext, read_rope
 from weft.models.spec import CheckpointLayout, LayerSpec, ModelSpec, MoeSpec
 
@@ -166,19 +165,13 @@ def phi3(config: ConfigReader, limit: int | None) -> ModelSpec:
     )
 
 
-EXPERTS = {
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-}  # keys of GGUF's metadata, with those of config.json
-
 LLAMA_LIKE = (
     Family(
         "llama",
         "LlamaForCausalLM",
         "llama",
         llama,
-        gguf=GgufForm(biases=ATTENTION_BIAS, rotated_by_pairs=True),
+        gguf=GgufForm(biases=ATTENTION_BIAS, rotated_by_pairs=True, more=mixtral_experts),
     ),
     Family("mistral", "MistralForCausalLM", "mistral", mistral),
     Family(
@@ -216,7 +209,7 @@ LLAMA_LIKE = (
         phi3,
         gguf=GgufForm(
             partly_rotated=True,
-            names={"attn_qkv": "self_attn.qkv_proj", **FUSED_MLP},
+            names=FUSED_MLP,
             numbers={"attention.sliding_window": "sliding_window"},
             stated={"sliding_window": None},
         ),

@@ -6,12 +6,9 @@ from dataclasses import replace
 
 from weft.models.config_reader import ConfigReader
 from weft.models.family import (
-    ATTENTION_BIAS,
     FULL,
-    FUSED_MLP,
     SLIDING,
     Family,
-    GgufForm,
     Sizes,
     read_common,
     read_layer_bases,
@@ -21,6 +18,8 @@ from weft.models.family import (
     read_window,
     read_windows,
 )
+from weft.models.gguf_form import ATTENTION_BIAS, FUSED_MLP, GRANITE_SCALES, GgufForm
+from weft.models.gguf_mixers import granite_attention
 from weft.models.llama_like import llama_like
 from weft.models.rope_config import read_layer_ropes, read_rope
 from weft.models.spec import CheckpointLayout, GateSpec, ModelSpec, RopeSpec
@@ -317,31 +316,21 @@ LLAMA_VARIANTS = (
         "SeedOssForCausalLM",
         "seed_oss",
         seed_oss,
-        gguf=GgufForm(
-            biases={**ATTENTION_BIAS, "attention_out_bias": "attn_output"},
-            names={"post_attention_norm": "post_attention_layernorm"},
-        ),
+        gguf=GgufForm(biases={**ATTENTION_BIAS, "attention_out_bias": "attn_output.bias"}),
     ),
     Family(
         "ernie4_5",
         "Ernie4_5ForCausalLM",
         "ernie4_5",
         ernie4_5,
-        gguf=GgufForm(biases={"use_bias": "attn_q"}),
+        gguf=GgufForm(biases={"use_bias": "attn_q.bias"}),
     ),
     Family(
         "hunyuan_v1_dense",
         "HunYuanDenseV1ForCausalLM",
         "hunyuan_v1_dense",
         hunyuan,
-        gguf=GgufForm(
-            "hunyuan-dense",
-            ATTENTION_BIAS,
-            names={
-                "attn_q_norm": "self_attn.query_layernorm",
-                "attn_k_norm": "self_attn.key_layernorm",
-            },
-        ),
+        gguf=GgufForm("hunyuan-dense", biases=ATTENTION_BIAS),
     ),
     Family(
         "granite",
@@ -351,12 +340,8 @@ LLAMA_VARIANTS = (
         gguf=GgufForm(
             biases=ATTENTION_BIAS,
             rotated_by_pairs=True,
-            numbers={
-                "attention.scale": "attention_multiplier",
-                "embedding_scale": "embedding_multiplier",
-                "residual_scale": "residual_multiplier",
-                "logit_scale": "logits_scaling",
-            },
+            numbers=GRANITE_SCALES,
+            more=granite_attention,
         ),
     ),
     Family("granite_swa", "GraniteSWAForCausalLM", "granite_swa", granite_swa),
@@ -389,11 +374,8 @@ LLAMA_VARIANTS = (
         gguf=GgufForm(
             biases=ATTENTION_BIAS,
             partly_rotated=True,
-            names={
-                "post_attention_norm": "post_self_attn_layernorm",
-                "post_ffw_norm": "post_mlp_layernorm",
-                **FUSED_MLP,
-            },
+            post_norms=True,
+            names=FUSED_MLP,
         ),
     ),
 )

@@ -9,6 +9,14 @@ from typing import Any
 from weft.kernels.mamba2 import Mamba2Shape
 from weft.models.config_reader import ConfigReader
 from weft.models.family import FULL, Family, Sizes, read_kinds, read_sizes
+from weft.models.gguf_form import (
+    ATTENTION_BIAS,
+    DEEPSEEK_EXPERTS,
+    GRANITE_SCALES,
+    GgufForm,
+)
+from weft.models.gguf_mixers import granite_mamba, one_op_layers
+from weft.models.gguf_names import MAMBA_NAMES
 from weft.models.llama_like import llama_like
 from weft.models.llama_variants import granite, no_rope
 from weft.models.moe_families import GRANITE_NAMES
@@ -245,6 +253,35 @@ def nemotron_h(config: ConfigReader, limit: int | None) -> ModelSpec:
 
 
 MAMBA_FAMILIES = (
-    Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", "granitemoehybrid", granite_hybrid),
-    Family("nemotron_h", "NemotronHForCausalLM", "nemotron_h", nemotron_h),
+    Family(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        "granitemoehybrid",
+        granite_hybrid,
+        gguf=GgufForm(
+            "granitehybrid",
+            biases=ATTENTION_BIAS,
+            rotated_by_pairs=True,
+            names=MAMBA_NAMES,
+            numbers=GRANITE_SCALES,
+            more=granite_mamba,
+        ),
+    ),
+    Family(
+        "nemotron_h",
+        "NemotronHForCausalLM",
+        "nemotron_h",
+        nemotron_h,
+        gguf=GgufForm(
+            aliases=("nemotron_h_moe",),
+            names=MAMBA_NAMES,
+            scoring="sigmoid",
+            numbers={
+                **DEEPSEEK_EXPERTS,
+                "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+            },
+            unused=("attention.layer_norm_epsilon",),
+            more=one_op_layers,
+        ),
+    ),
 )

@@ -21,6 +21,7 @@ from weft.models.family import (
     read_sizes,
     read_window,
 )
+from weft.models.gguf_moe import FORMS
 from weft.models.llama_like import llama_like
 from weft.models.llama_variants import exaone4_kinds, granite, hunyuan, with_no_rope
 from weft.models.spec import CheckpointLayout, LayerSpec, ModelSpec, MoeSpec
@@ -443,17 +444,33 @@ def hunyuan_moe(config: ConfigReader, limit: int | None) -> ModelSpec:
 
 
 MOE_FAMILIES = (
-    Family("glm4_moe", "Glm4MoeForCausalLM", "glm4_moe", glm4_moe),
-    Family("minimax_m2", "MiniMaxM2ForCausalLM", "minimax_m2", minimax_m2),
+    Family("glm4_moe", "Glm4MoeForCausalLM", "glm4_moe", glm4_moe, gguf=FORMS["glm4_moe"]),
+    Family(
+        "minimax_m2", "MiniMaxM2ForCausalLM", "minimax_m2", minimax_m2, gguf=FORMS["minimax_m2"]
+    ),
     Family("mixtral", "MixtralForCausalLM", "mixtral", mixtral),
-    Family("qwen2_moe", "Qwen2MoeForCausalLM", "qwen2_moe", qwen2_moe),
-    Family("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", "ernie4_5_moe", ernie4_5_moe),
-    Family("olmoe", "OlmoeForCausalLM", "olmoe", olmoe),
-    Family("dots1", "Dots1ForCausalLM", "dots1", dots1),
-    Family("granitemoe", "GraniteMoeForCausalLM", "granitemoe", granite_moe),
+    Family("qwen2_moe", "Qwen2MoeForCausalLM", "qwen2_moe", qwen2_moe, gguf=FORMS["qwen2_moe"]),
+    Family(
+        "ernie4_5_moe",
+        "Ernie4_5_MoeForCausalLM",
+        "ernie4_5_moe",
+        ernie4_5_moe,
+        gguf=FORMS["ernie4_5_moe"],
+    ),
+    Family("olmoe", "OlmoeForCausalLM", "olmoe", olmoe, gguf=FORMS["olmoe"]),
+    Family("dots1", "Dots1ForCausalLM", "dots1", dots1, gguf=FORMS["dots1"]),
+    Family(
+        "granitemoe", "GraniteMoeForCausalLM", "granitemoe", granite_moe, gguf=FORMS["granitemoe"]
+    ),
     Family("granitemoeshared", "GraniteMoeSharedForCausalLM", "granitemoeshared", granite_moe),
     Family("solar_open", "SolarOpenForCausalLM", "solar_open", solar_open),
     Family("exaone_moe", "ExaoneMoeForCausalLM", "exaone_moe", exaone_moe),
     Family("hy_v3", "HYV3ForCausalLM", "hy_v3", hy_v3),
-    Family("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", hunyuan_moe),
+    Family(
+        "hunyuan_v1_moe",
+        "HunYuanMoEV1ForCausalLM",
+        "hunyuan_v1_moe",
+        hunyuan_moe,
+        gguf=FORMS["hunyuan_v1_moe"],
+    ),
 )

@@ -237,9 +237,10 @@ class CheckpointLayout:
     prefixes: tuple[str, ...] = ("model.", "")
     fused_qkv: bool = False  # stored as qkv_proj, as in Phi-3
     gate_in_q: bool = False  # q_proj has the rows of each head's gate behind those of its query
-    fused_state: bool = (
-        False  # inputs of recurrent layers are stored by key head, as Qwen3-Next has
-    )
+    # Inputs of recurrent layers are stored by key head, as Qwen3-Next has them; so are their gates.
+    fused_state: bool = False
+    fused_state_gates: bool = False
+    split_latent: bool = False  # kv_b_proj is stored as two tensors by head, k_b_proj and v_b_proj
     fused_gate_up: bool = False  # stored as gate_up_proj
     stacked_experts: bool = False  # those of a layer are always one tensor
     transposed_experts: bool = False  # of these tensors floats are stored as [E, inputs, outputs]

@@ -25,8 +25,7 @@ def read_spec(folder: Path, max_model_len: int | None = None) -> ModelSpec:
     if is_gguf(folder):
         file = GgufFile(folder)
         spec = spec_from_config(file.config(), max_model_len)
-        layout = file.layout(spec.layout)
-        return replace(spec, layout=layout, stored_weights=file.stored_weights())
+        return file.adapted(spec)
     config = read_object(folder / "config.json", UnsupportedModelError)
     check_depth(config, "config.json", UnsupportedModelError)
     config = {**_quantised_beside(folder), **config}

@@ -67,18 +67,19 @@ def _delta(spec: ModelSpec, shape: DeltaShape) -> Iterator[Parameter]:
     """Yield the parameters of a layer by the delta rule, as Qwen3-Next and 3.5 store them."""
     hidden, home = spec.hidden_size, "linear_attn"
     heads, rows = shape.value_heads, shape.channels + shape.values
+    each = heads // shape.key_heads
     if spec.layout.fused_state:
-        each = heads // shape.key_heads
         values = each * shape.value_dim
         inside = (shape.key_dim, shape.key_dim, values, values)
         yield _by_key_head("qkv", f"{home}.in_proj_qkvz.weight", inside, shape.key_heads, hidden)
-        gates = (each, each)
-        yield _by_key_head(
-            "state_gates", f"{home}.in_proj_ba.weight", gates, shape.key_heads, hidden
-        )
     else:
         parts = [("in_proj_qkv", shape.channels), ("in_proj_z", shape.values)]
         yield stack("qkv", [(f"{home}.{name}.weight", n) for name, n in parts], hidden)
+    if spec.layout.fused_state_gates:
+        yield _by_key_head(
+            "state_gates", f"{home}.in_proj_ba.weight", (each, each), shape.key_heads, hidden
+        )
+    else:
         parts = [("in_proj_b", heads), ("in_proj_a", heads)]
         yield stack("state_gates", [(f"{home}.{name}.weight", n) for name, n in parts], hidden)
     yield whole("output", f"{home}.out_proj.weight", (hidden, rows - shape.channels))
