@@ -30,7 +30,7 @@ DIRECT = {
 }
 COMMON = {
     "block_count": "num_hidden_layers",
-    "context_length": "max_position_embeddings",
+    "context_length": "max_position_embeddings model_max_length",
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
@@ -113,6 +113,29 @@ KEYS = {
     },
 }
 KEYS["nemotron_h_moe"] = KEYS["nemotron_h"]
+WINDOW = {"attention.sliding_window": "sliding_window"}
+KEYS |= {
+    "afmoe": {
+        **WINDOW,
+        "expert_shared_count": "num_shared_experts",
+        "expert_weights_norm": "route_norm",
+        "expert_weights_scale": "route_scale",
+        "leading_dense_block_count": "num_dense_layers",
+    },
+    "exaone-moe": {**DEEPSEEK, **WINDOW, "expert_shared_count": "num_shared_experts"},
+    "olmo2": WINDOW,
+    "command-r": {"attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"},
+    "kimi-linear": {
+        **DEEPSEEK,
+        "expert_used_count": "num_experts_per_token",
+        "expert_shared_count": "num_shared_experts",
+        "kda.head_dim": "linear_head_dim",
+        "ssm.conv_kernel": "linear_conv_kernel_dim",
+        "attention.q_lora_rank": "q_lora_rank",
+    },
+}
+KEYS["cohere2"] = {**KEYS["command-r"], **WINDOW}
+PAIRED = ("llama", "mistral3", "granite", "nemotron")  # whose rows of Q and K change places
 PARTIAL = ("glm4moe", "qwen3next", "qwen35", "qwen35moe", "minimax-m2")
 
 
@@ -139,9 +162,22 @@ def metadata(arch: str, config: Config) -> dict[str, Any]:
         values["rope.scaling.factor"] = main["factor"]
         original = main["original_max_position_embeddings"]
         values["rope.scaling.original_context_length"] = original
-        values["rope.scaling.yarn_log_multiplier"] = 0.1 * main["mscale_all_dim"]
         for name in ("beta_fast", "beta_slow"):
-            values[f"rope.scaling.yarn_{name}"] = float(main[name])
+            if name in main:
+                values[f"rope.scaling.yarn_{name}"] = float(main[name])
+        if "mscale_all_dim" in main:
+            unit = 1.0 if arch == "mistral3" else 0.1
+            values["rope.scaling.yarn_log_multiplier"] = unit * main["mscale_all_dim"]
+    if "llama_4_scaling_beta" in main:
+        values["attention.temperature_scale"] = main["llama_4_scaling_beta"]
+    if "sliding_attention" in rope:
+        values["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
+    if arch in ("olmo2", "exaone-moe"):
+        values["attention.sliding_window_pattern"] = [kind.startswith("s") for kind in types]
+    if arch.endswith(("vl", "vlmoe")):
+        values["rope.dimension_sections"] = [16, 24, 24, 0]
+    if arch.startswith("qwen3vl"):
+        values["n_deepstack_layers"] = 3
     if arch.startswith("qwen3") and "linear_value_head_dim" in config:
         inner = config["linear_value_head_dim"] * config["linear_num_value_heads"]
         values["ssm.inner_size"] = inner
@@ -150,8 +186,10 @@ def metadata(arch: str, config: Config) -> dict[str, Any]:
         values["rope.dimension_sections"] = [11, 11, 10, 0]
     if arch in ("glm4moe", "lfm2moe"):
         values["expert_gating_func"] = 2
-    if arch == "deepseek2":
+    if arch in ("deepseek2", "kimi-linear"):
         values |= _latent(config)
+    if arch == "kimi-linear":
+        values["attention.head_count_kv"] = [int(kind == "full_attention") for kind in types]
     if arch == "ernie4_5-moe":
         values["expert_shared_feed_forward_length"] = config["intermediate_size"] // 2
     if arch == "hunyuan-moe":
@@ -228,7 +266,6 @@ def _gemma4(config: Config, layers: int) -> dict[str, Any]:
         "attention.value_length": whole,
         "rope.dimension_count": whole,
         "rope.dimension_count_swa": config["head_dim"],
-        "rope.freq_base_swa": config["rope_parameters"]["sliding_attention"]["rope_theta"],
         "attention.head_count_kv": [
             config["per_layer_config"]
             .get(str(i), {})
@@ -280,9 +317,10 @@ def _place(names: gguf.TensorNameMap, name: str) -> str:
     layer = re.fullmatch(r"(?:model|backbone)\.layers\.(\d+)\.(.+)", name)
     if layer is not None:
         number, part = layer.groups()
-        short = re.sub(r"^(mixer|mamba|linear_attn)\.", "", part)
+        short = re.sub(r"^(mixer|mamba|linear_attn|self_attn)\.", "", part)
         if short in DIRECT:
             return f"blk.{number}.{DIRECT[short]}"
+    name = re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", name)  # of Kimi's dense layers
     name = re.sub(r"(e_score_correction)_bias$", r"\1.bias", name)
     name = re.sub(r"expert_bias$", "expert_bias.bias", name)
     name = name if name.endswith((".weight", ".bias")) else f"{name}.weight"
@@ -298,6 +336,8 @@ def _parts(arch: str, config: Config, name: str, tensor: Tensor) -> Iterator[tup
     elif re.search(r"\.(mamba|mixer)\.(A_log|D|conv1d|norm)", name):
         groups = config.get("mamba_n_groups", config.get("n_groups"))
         yield name, _mamba(name, tensor, groups)
+    elif re.search(r"self_attn\.(A_log|._conv1d)", name):
+        yield name, -np.exp(tensor) if name.endswith("A_log") else tensor[None]
     elif name.endswith("conv.conv.weight"):
         yield name, tensor[:, 0]
     elif name.endswith("kv_b_proj.weight"):
@@ -314,7 +354,7 @@ def _parts(arch: str, config: Config, name: str, tensor: Tensor) -> Iterator[tup
             yield f"model.layers.{layer}.{home}.{part}_proj.weight", rows
     elif name.endswith("shared_mlp.output_linear.weight") and not config["num_local_experts"]:
         yield f"model.layers.{name.split('.')[2]}.mlp.down_proj.weight", tensor
-    elif arch.startswith(("granite", "nemotron")) and (found := re.search(r"\.([qk])_proj", name)):
+    elif arch.startswith(PAIRED) and (found := re.search(r"\.([qk])_proj", name)):
         heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
         yield name, paired(tensor, heads)
     elif arch.startswith(("qwen3next", "qwen35")) and name.endswith("norm.weight"):

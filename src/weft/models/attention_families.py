@@ -14,7 +14,7 @@ from weft.models.family import (
     read_window,
     read_windows,
 )
-from weft.models.gguf_form import ATTENTION_BIAS, LOCAL_EXPERTS, GgufForm
+from weft.models.gguf_form import ATTENTION_BIAS, EXPERTS, LOCAL_EXPERTS, GgufForm
 from weft.models.llama_like import llama_like
 from weft.models.llama_variants import with_no_rope
 from weft.models.spec import CheckpointLayout, GateSpec, ModelSpec, MoeSpec
@@ -115,7 +115,28 @@ def gpt_oss(config: ConfigReader, limit: int | None) -> ModelSpec:
 
 
 ATTENTION_FAMILIES = (
-    Family("afmoe", "AfmoeForCausalLM", "afmoe", afmoe),
+    Family(
+        "afmoe",
+        "AfmoeForCausalLM",
+        "afmoe",
+        afmoe,
+        gguf=GgufForm(
+            post_norms=True,
+            names={"attn_gate": "self_attn.gate_proj"},
+            scoring="sigmoid",
+            numbers={
+                **EXPERTS,
+                "expert_shared_count": "num_shared_experts",
+                "expert_weights_norm": "route_norm",
+                "expert_weights_scale": "route_scale",
+                "expert_group_count": "n_group",
+                "expert_group_used_count": "topk_group",
+                "leading_dense_block_count": "num_dense_layers",
+                "attention.sliding_window": "sliding_window",
+            },
+            stated={"mup_enabled": True},  # llama.cpp scales embeddings whatever the file says
+        ),
+    ),
     Family(
         "gpt_oss",
         "GptOssForCausalLM",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from weft.models.config_reader import ConfigReader
@@ -17,10 +18,13 @@ from weft.models.family import (
     read_window,
     read_windows,
 )
+from weft.models.gguf_form import GgufForm
 from weft.models.llama_like import llama_like
 from weft.models.llama_variants import with_no_rope
 from weft.models.rope_config import RopeContext
 from weft.models.spec import CheckpointLayout, LayerSpec, ModelSpec
+
+_ONE_NORM = {"post_attention_layernorm": "input_layernorm"}  # of attention and the MLP
 
 
 def _cohere_like(
@@ -52,7 +56,7 @@ def _cohere_like(
         layout=CheckpointLayout(
             rotated_by_pairs=True,
             head_norms=True,
-            renamed={"post_attention_layernorm": "input_layernorm"},
+            renamed=_ONE_NORM,
         ),
         **differences,
     )
@@ -88,13 +92,25 @@ def cohere2_vision(config: ConfigReader, limit: int | None) -> ModelSpec:
     return read_text_part(cohere2, config, limit)
 
 
+_COMMAND_R = GgufForm(
+    "command-r",
+    biases={"use_qk_norm": "attn_q_norm.weight"},
+    layout={"renamed": _ONE_NORM},
+    numbers={"attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"},
+)
 COHERE = (
-    Family("cohere", "CohereForCausalLM", "cohere", cohere),
+    Family("cohere", "CohereForCausalLM", "cohere", cohere, gguf=_COMMAND_R),
     Family(
         "cohere2",
         "Cohere2ForCausalLM",
         "cohere2",
         cohere2,
         (Multimodal("Cohere2VisionForConditionalGeneration", "cohere2_vision", cohere2_vision),),
+        replace(
+            _COMMAND_R,
+            name="cohere2",
+            biases={},
+            numbers={**_COMMAND_R.numbers, "attention.sliding_window": "sliding_window"},
+        ),
     ),
 )

@@ -98,22 +98,22 @@ class GgufFile:
                 "dimensions are rotated; convert the model without --fuse-qkv",
                 param="attn_qkv",
             )
-        return replace(
-            layout,
-            prefixes=("model.",),
-            stacked_experts=False,
-            transposed_experts=False,
-            interleaved_experts=False,
-            split_expert_bias=True,
-            correction_row=False,
-            rotated_by_pairs=paired,
-            fused_qkv=fused_qkv,
-            fused_gate_up=fused_gate_up,
-            split_latent=split_latent,
-            renamed={},
-            other_mlp="",
-            **self._form.layout,
-        )
+        own: dict[str, Any] = {
+            "prefixes": ("model.",),
+            "stacked_experts": False,
+            "transposed_experts": False,
+            "interleaved_experts": False,
+            "split_expert_bias": True,
+            "correction_row": False,
+            "decay_column": False,
+            "rotated_by_pairs": paired,
+            "fused_qkv": fused_qkv,
+            "fused_gate_up": fused_gate_up,
+            "split_latent": split_latent,
+            "renamed": {},
+            "other_mlp": "",
+        }
+        return replace(layout, **(own | dict(self._form.layout)))
 
     def _stored_weights(self) -> StoredWeights | None:
         """Return how the weights are stored as codes, None for a file of floats."""

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.models.config_reader import ConfigReader
-from weft.models.family import FULL, SLIDING
 from weft.models.gguf_form import GgufFacts, GgufForm
 from weft.models.gguf_header import GgufTensor
 
@@ -86,11 +85,12 @@ class GgufConfig:
             "num_hidden_layers": self.layers,
             "num_attention_heads": heads,
             "max_position_embeddings": found.positive("context_length"),
-            "rms_norm_eps": found.number("attention.layer_norm_rms_epsilon"),
             "vocab_size": self._tensors["token_embd.weight"].shape[1],
             "tie_word_embeddings": "output.weight" not in self._tensors,
             "dtype": self._dtype(),
         }
+        if "attention.layer_norm_epsilon" not in self._form.numbers:
+            config["rms_norm_eps"] = found.number("attention.layer_norm_rms_epsilon")
         if "head_dim" not in more:
             config["head_dim"] = head_dim = found.positive("attention.key_length", hidden // heads)
             whole = ("attention.value_length",) if self._form.partly_rotated else _WHOLE_HEADS
@@ -155,13 +155,10 @@ class GgufConfig:
 
     def _layer_types(self) -> dict[str, Any]:
         """Which layers have the window, where a file lists them."""
-        found, key = self._found, "attention.sliding_window_pattern"
-        pattern = found.value(key, None)
+        pattern = self._found.value("attention.sliding_window_pattern", None)
         if pattern is None or "attention.sliding_window" not in self._form.numbers:
             return {}
-        if not isinstance(pattern, list) or len(pattern) != self.layers:
-            found.refuse(key, pattern, f"a list of {self.layers} flags is needed")
-        return {"layer_types": [SLIDING if flag else FULL for flag in pattern]}
+        return {"layer_types": self._facts.windows()}
 
     def _gemma(self, config: Mapping[str, Any]) -> dict[str, Any]:
         if self._form.scaled_by_width is None:

@@ -55,6 +55,14 @@ class GgufFacts:
             self.found.refuse(key, self.found.value(key), "one number for all layers is supported")
         return numbers.pop()
 
+    def windows(self) -> list[str]:
+        """Which layers have the window, and which attend fully, by a list of flags."""
+        key = "attention.sliding_window_pattern"
+        flags = self.found.value(key)
+        if not isinstance(flags, list) or len(flags) != self.layers:
+            self.found.refuse(key, flags, f"a list of {self.layers} flags is needed")
+        return ["sliding_attention" if flag else "full_attention" for flag in flags]
+
     def numbers(self, keys: Mapping[str, str]) -> dict[str, Any]:
         """Return the flags and numbers of some keys that the file has, under other names.
 
@@ -144,6 +152,8 @@ GRANITE_SCALES = {
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
+# Of ``GgufForm.unused``: of models that see; positions in text are one number.
+VISION = ("rope.dimension_sections", "n_deepstack_layers")
 # Of ``GgufForm.stated``.
 PLAIN_SHARES = {
     "norm_topk_prob": False,

@@ -5,6 +5,7 @@ Which layer is of which kind, the tensors tell: the metadata do not always. Torc
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from weft.models.family import FULL, SLIDING
@@ -19,7 +20,6 @@ def delta_layers(facts: GgufFacts) -> dict[str, Any]:
     """Layers by the gated delta rule, of Qwen3-Next and 3.5."""
     found = facts.found
     found.ignore("full_attention_interval", "attention.recurrent_layers")
-    found.ignore("rope.dimension_sections")
     heads, size = _heads_of_state(facts)
     return {
         "layer_types": facts.kinds("ssm_conv1d.weight", _LINEAR, FULL),
@@ -120,10 +120,67 @@ def one_op_layers(facts: GgufFacts) -> dict[str, Any]:
     }
 
 
-def latent_attention(facts: GgufFacts) -> dict[str, Any]:
-    """Latent attention, and the experts beside it: DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash.
+def olmo3_windows(facts: GgufFacts) -> dict[str, Any]:
+    """Windows in most layers, if an OLMo has any: OLMo 3's, where these have a rotation."""
+    found = facts.found
+    pattern = found.value("attention.sliding_window_pattern", None)
+    if not found.count("attention.sliding_window", 0):
+        return {}
+    config: dict[str, Any] = {
+        "architectures": ["Olmo3ForCausalLM"],
+        "sliding_window": found.positive("attention.sliding_window"),
+        "rope_local_base_freq": found.number(
+            "rope.freq_base_swa", found.number("rope.freq_base", 10_000.0)
+        ),
+    }
+    if pattern is not None:
+        config["layer_types"] = facts.windows()
+    return config
 
-    Files of before 2025-04 have the sizes of a head where later ones have those of a cached row.
+
+def scaled_queries(facts: GgufFacts) -> dict[str, Any]:
+    """Queries that are scaled by position, of Ministral 3; Mistral Small 3 has none."""
+    found = facts.found
+    beta = found.optional_number("attention.temperature_scale")
+    magnitude = found.optional_number("rope.scaling.yarn_log_multiplier")
+    if beta is None:
+        return {"architectures": ["MistralForCausalLM"], "sliding_window": None}
+    scales = {"mscale": magnitude, "mscale_all_dim": magnitude} if magnitude else {}
+    return {"scaling": {"llama_4_scaling_beta": beta, **scales}}
+
+
+def kda_layers(facts: GgufFacts) -> dict[str, Any]:
+    """Layers with a decay for each channel beside latent attention, of Kimi-Linear."""
+    found = facts.found
+    numbers = facts.numbers(DEEPSEEK_EXPERTS)
+    decays = (facts.tensors.get(f"blk.{number}.ssm_a") for number in range(facts.layers))
+    heads = next((math.prod(one.shape) for one in decays if one is not None), 1)
+    numbers["num_local_experts"] = numbers.pop("n_routed_experts", 0)
+    return {
+        "layer_types": facts.kinds("ssm_a", _LINEAR, FULL),
+        "linear_num_heads": heads,
+        "linear_head_dim": found.positive("kda.head_dim"),
+        "linear_conv_kernel_dim": found.positive("ssm.conv_kernel"),
+        "mlp_layer_types": facts.kinds("ffn_gate_inp.weight", "sparse", "dense"),
+        **_latent_sizes(facts),
+        **numbers,
+    }
+
+
+def latent_attention(facts: GgufFacts) -> dict[str, Any]:
+    """Latent attention, and the experts beside it: DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash."""
+    found, config = facts.found, _latent_sizes(facts)
+    multiplier = found.optional_number("rope.scaling.yarn_log_multiplier")
+    if multiplier is not None:  # a tenth of DeepSeek's scale
+        magnitude = float(f"{multiplier * 10:.6g}")
+        config["scaling"] = {"mscale": magnitude, "mscale_all_dim": magnitude}
+    return config | _latent_experts(facts)
+
+
+def _latent_sizes(facts: GgufFacts) -> dict[str, Any]:
+    """The sizes of latent attention.
+
+    Files of before 2025-04 have those of a head where later ones have those of a cached row.
     """
     found = facts.found
     new = "attention.key_length_mla" in found
@@ -133,7 +190,8 @@ def latent_attention(facts: GgufFacts) -> dict[str, Any]:
     if size <= rotated:
         found.refuse(f"attention.key_length{end}", size, f"more than the {rotated} that rotate is")
     ranked = found.count("attention.q_lora_rank", 0)
-    config: dict[str, Any] = {
+    found.ignore("attention.head_count_kv", "attention.key_length", "attention.value_length")
+    return {
         "num_key_value_heads": found.positive("attention.head_count"),
         "head_dim": size,
         "q_lora_rank": ranked or None,
@@ -142,12 +200,6 @@ def latent_attention(facts: GgufFacts) -> dict[str, Any]:
         "qk_nope_head_dim": size - rotated,
         "v_head_dim": found.positive(f"attention.value_length{end}"),
     }
-    multiplier = found.optional_number("rope.scaling.yarn_log_multiplier")
-    if multiplier is not None:  # a tenth of DeepSeek's scale
-        magnitude = float(f"{multiplier * 10:.6g}")
-        config["scaling"] = {"mscale": magnitude, "mscale_all_dim": magnitude}
-    found.ignore("attention.head_count_kv", "attention.key_length", "attention.value_length")
-    return config | _latent_experts(facts)
 
 
 def _latent_experts(facts: GgufFacts) -> dict[str, Any]:
@@ -172,9 +224,6 @@ def gemma4(facts: GgufFacts) -> dict[str, Any]:
     """Layers of two shapes, KV that the last ones share, and embeddings of each layer."""
     found, layers = facts.found, facts.layers
     found.ignore("attention.value_length", "attention.value_length_swa")
-    windows = found.value("attention.sliding_window_pattern")
-    if not isinstance(windows, list) or len(windows) < layers:
-        found.refuse("attention.sliding_window_pattern", windows, f"{layers} flags are needed")
     heads, widths = facts.each("attention.head_count_kv"), facts.each("feed_forward_length")
     whole = found.positive("attention.key_length")
     local = found.positive("attention.key_length_swa", whole)
@@ -187,7 +236,7 @@ def gemma4(facts: GgufFacts) -> dict[str, Any]:
     for number, width in enumerate(widths):
         if width != widths[0] * (2 if wide and number not in own else 1):
             found.refuse("feed_forward_length", widths, "one width, or twice it with shared KV, is")
-    kinds = [SLIDING if flag else FULL for flag in windows[:layers]]
+    kinds = facts.windows()
     without = [kinds[i] == FULL and not facts.has("attn_v.weight", i) for i in own]
     table = facts.tensors.get("per_layer_token_embd.weight")
     experts = found.count("expert_count", 0)

@@ -63,6 +63,18 @@ FORMS = {
         },
         more=granite_attention,
     ),
+    "exaone_moe": GgufForm(
+        "exaone-moe",
+        scoring="sigmoid",
+        numbers={
+            **DEEPSEEK_EXPERTS,
+            "expert_count": "num_experts",
+            "expert_shared_count": "num_shared_experts",
+            "attention.sliding_window": "sliding_window",
+        },
+        stated={"routed_scaling_factor": 1.0, "norm_topk_prob": False, "sliding_window": None},
+        unused=("expert_shared_feed_forward_length",),  # that of the other experts
+    ),
     "hunyuan_v1_moe": GgufForm(
         "hunyuan-moe",
         biases=ATTENTION_BIAS,

@@ -72,6 +72,14 @@ DELTA_NAMES = {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
+KDA_NAMES = {f"ssm_{part}": f"self_attn.{part}_proj" for part in ("f_a", "f_b", "g_a", "g_b")}
+KDA_NAMES |= {f"ssm_conv1d_{part}": f"self_attn.{part}_conv1d" for part in "qkv"}
+KDA_NAMES |= {
+    "ssm_beta": "self_attn.b_proj",
+    "ssm_a": "self_attn.A_log",
+    "ssm_dt.bias": "self_attn.dt_bias",
+    "ssm_norm": "self_attn.o_norm",
+}
 MAMBA_NAMES = {
     "ssm_in": "mamba.in_proj",
     "ssm_conv1d": "mamba.conv1d",
@@ -113,7 +121,7 @@ _EXPERTS = {
 # Stored in more or fewer dimensions than checkpoints have.
 _FLAT = ("ssm_a", "ssm_d", "ssm_norm", "exp_probs_b", "layer_output_scale")
 _ROWS = ("ffn_gate_inp_shexp",)
-_CONVOLUTIONS = ("ssm_conv1d", "shortconv.conv")
+_CONVOLUTIONS = ("ssm_conv1d", "shortconv.conv", *(f"ssm_conv1d_{part}" for part in "qkv"))
 _LAYER = re.compile(r"blk\.(\d+)\.(.+?)(?:\.(weight|bias|scale))?")
 
 
@@ -181,8 +189,8 @@ def _in_shape(part: str, kind: str, tensor: GgufTensor) -> GgufTensor:
         return _reshaped(tensor, (math.prod(shape),))
     if part in _ROWS and len(shape) == 1:
         return _reshaped(tensor, (shape[0], 1))
-    if part in _CONVOLUTIONS and kind == "weight" and len(shape) == 2:
-        return _reshaped(tensor, (shape[0], 1, shape[1]))
+    if part in _CONVOLUTIONS and kind == "weight":
+        return _reshaped(tensor, (shape[0], 1, math.prod(shape[1:])))
     return tensor
 
 

@@ -17,7 +17,7 @@ from weft.models.family import (
     read_sizes,
     read_text_part,
 )
-from weft.models.gguf_form import EXPERTS, SHARED_EXPERT, GgufForm
+from weft.models.gguf_form import EXPERTS, SHARED_EXPERT, VISION, GgufForm
 from weft.models.gguf_mixers import delta_layers
 from weft.models.gguf_names import DELTA_NAMES
 from weft.models.llama_like import llama_like
@@ -164,7 +164,13 @@ def qwen3_5_moe_text_part(config: ConfigReader, limit: int | None) -> ModelSpec:
     return _text_part(qwen3_5_moe, config, limit)
 
 
-_DELTA = GgufForm(norms_plus_one=True, partly_rotated=True, names=DELTA_NAMES, more=delta_layers)
+_DELTA = GgufForm(
+    norms_plus_one=True,
+    partly_rotated=True,
+    names=DELTA_NAMES,
+    unused=VISION,
+    more=delta_layers,
+)
 HYBRIDS = (
     Family(
         "qwen3_next",

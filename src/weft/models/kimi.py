@@ -7,6 +7,9 @@ from dataclasses import replace
 from weft.kernels.delta import DeltaShape
 from weft.models.config_reader import ConfigReader
 from weft.models.family import FULL, Family, Sizes, read_sizes
+from weft.models.gguf_form import GgufForm
+from weft.models.gguf_mixers import kda_layers
+from weft.models.gguf_names import KDA_NAMES
 from weft.models.hybrids import LINEAR, every_nth, read_mixers
 from weft.models.latent_families import latent_like
 from weft.models.llama_variants import no_rope
@@ -217,7 +220,13 @@ def bailing_hybrid(config: ConfigReader, limit: int | None) -> ModelSpec:
 
 
 KIMI = (
-    Family("kimi_linear", "KimiLinearForCausalLM", "kimi_linear", kimi_linear),
+    Family(
+        "kimi_linear",
+        "KimiLinearForCausalLM",
+        "kimi_linear",
+        kimi_linear,
+        gguf=GgufForm("kimi-linear", names=KDA_NAMES, scoring="sigmoid", more=kda_layers),
+    ),
     Family(
         "bailing_hybrid",
         "BailingHybridForCausalLM",

@@ -21,7 +21,7 @@ from weft.models.family import (
     read_window,
     with_towers,
 )
-from weft.models.gguf_form import ATTENTION_BIAS, EXPERTS, FUSED_MLP, GgufForm
+from weft.models.gguf_form import ATTENTION_BIAS, EXPERTS, FUSED_MLP, VISION, GgufForm
 from weft.models.gguf_mixers import mixtral_experts
 from weft.models.rope_config import RopeContext, read_rope
 from weft.models.spec import CheckpointLayout, LayerSpec, ModelSpec, MoeSpec
@@ -179,7 +179,7 @@ LLAMA_LIKE = (
         "Qwen2ForCausalLM",
         "qwen2",
         qwen2,
-        gguf=GgufForm(),
+        gguf=GgufForm(aliases=("qwen2vl",), unused=VISION),
         multimodal=(
             Multimodal("Qwen2VLForConditionalGeneration", "qwen2_vl", _text_of(qwen2)),
             Multimodal("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", _text_of(qwen2)),
@@ -192,7 +192,7 @@ LLAMA_LIKE = (
         "qwen3",
         qwen3,
         (Multimodal("Qwen3VLForConditionalGeneration", "qwen3_vl", _text_of(qwen3)),),
-        GgufForm(),
+        GgufForm(aliases=("qwen3vl",), unused=VISION),
     ),
     Family(
         "qwen3_moe",
@@ -200,7 +200,13 @@ LLAMA_LIKE = (
         "qwen3_moe",
         qwen3_moe,
         (Multimodal("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe", _text_of(qwen3_moe)),),
-        gguf=GgufForm("qwen3moe", numbers=EXPERTS, stated={"norm_topk_prob": True}),
+        gguf=GgufForm(
+            "qwen3moe",
+            aliases=("qwen3vlmoe",),
+            numbers=EXPERTS,
+            stated={"norm_topk_prob": True},
+            unused=VISION,
+        ),
     ),
     Family(
         "phi3",

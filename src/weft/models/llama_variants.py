@@ -19,7 +19,7 @@ from weft.models.family import (
     read_windows,
 )
 from weft.models.gguf_form import ATTENTION_BIAS, FUSED_MLP, GRANITE_SCALES, GgufForm
-from weft.models.gguf_mixers import granite_attention
+from weft.models.gguf_mixers import granite_attention, olmo3_windows
 from weft.models.llama_like import llama_like
 from weft.models.rope_config import read_layer_ropes, read_rope
 from weft.models.spec import CheckpointLayout, GateSpec, ModelSpec, RopeSpec
@@ -350,7 +350,7 @@ LLAMA_VARIANTS = (
         "Olmo2ForCausalLM",
         "olmo2",
         olmo2,
-        gguf=GgufForm(biases=ATTENTION_BIAS, post_norms=True),
+        gguf=GgufForm(biases=ATTENTION_BIAS, post_norms=True, more=olmo3_windows),
     ),
     Family("olmo3", "Olmo3ForCausalLM", "olmo3", olmo3),
     Family(

@@ -13,6 +13,8 @@ from weft.models.family import (
     read_text_part,
     read_window,
 )
+from weft.models.gguf_form import GgufForm
+from weft.models.gguf_mixers import scaled_queries
 from weft.models.latent_families import latent_like, read_latent
 from weft.models.llama_like import llama_like, mistral
 from weft.models.moe_families import dense_first, expert_layers
@@ -90,6 +92,12 @@ MISTRALS = (
         ministral,
         (Multimodal("Mistral3ForConditionalGeneration", "mistral3", mistral3),),
     ),
-    Family("ministral3", "Ministral3ForCausalLM", "ministral3", ministral3),
+    Family(
+        "ministral3",
+        "Ministral3ForCausalLM",
+        "ministral3",
+        ministral3,
+        gguf=GgufForm("mistral3", rotated_by_pairs=True, more=scaled_queries),
+    ),
     Family("mistral4", "Mistral4ForCausalLM", "mistral4", mistral4),
 )

@@ -464,7 +464,9 @@ MOE_FAMILIES = (
     ),
     Family("granitemoeshared", "GraniteMoeSharedForCausalLM", "granitemoeshared", granite_moe),
     Family("solar_open", "SolarOpenForCausalLM", "solar_open", solar_open),
-    Family("exaone_moe", "ExaoneMoeForCausalLM", "exaone_moe", exaone_moe),
+    Family(
+        "exaone_moe", "ExaoneMoeForCausalLM", "exaone_moe", exaone_moe, gguf=FORMS["exaone_moe"]
+    ),
     Family("hy_v3", "HYV3ForCausalLM", "hy_v3", hy_v3),
     Family(
         "hunyuan_v1_moe",
