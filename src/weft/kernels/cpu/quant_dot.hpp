@@ -40,7 +40,7 @@ struct CodePlaces {
   const uint8_t* high;   // of 5 and 6 bits
   const uint8_t* table;  // sixteen numbers, of codes by a table
 };
-inline CodePlaces places_of(const QuantWeight& weight, const uint8_t* block, int64_t column) {
+WEFT_INLINED CodePlaces places_of(const QuantWeight& weight, const uint8_t* block, int64_t column) {
   return {block + weight.values_at() + 4 * column, block + weight.high_at() + 4 * column,
           code_tables[static_cast<int>(weight.table)]};
 }

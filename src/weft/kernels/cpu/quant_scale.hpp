@@ -12,7 +12,7 @@ typedef bvec bvec_at __attribute__((aligned(1), may_alias));
 
 inline vec to_float(ivec v) { return __builtin_convertvector(v, vec); }
 
-inline vec load_scales(const uint8_t* block, DType type, int64_t column) {
+WEFT_INLINED vec load_scales(const uint8_t* block, DType type, int64_t column) {
   if (type == DType::f32) return load(reinterpret_cast<const float*>(block) + column);
   const auto* half = reinterpret_cast<const uint16_t*>(block) + column;
   return widen(*reinterpret_cast<const hvec_at*>(half), type);
@@ -39,11 +39,11 @@ inline ivec widen_signed(const uint8_t* from) {
 }
 
 // Of the columns from `column` on. Where a whole column has one scale, a group's is 1.
-inline vec scales_of(const QuantWeight& weight, const uint8_t* block, int64_t column) {
+WEFT_INLINED vec scales_of(const QuantWeight& weight, const uint8_t* block, int64_t column) {
   if (weight.column_scales != nullptr) return vec{} + 1.0f;
   return load_scales(block, weight.scale_type, column);
 }
-inline vec minimums_of(const QuantWeight& weight, const uint8_t* block, int64_t column) {
+WEFT_INLINED vec minimums_of(const QuantWeight& weight, const uint8_t* block, int64_t column) {
   return load_scales(block + weight.minimums_at(), weight.scale_type, column);
 }
 

@@ -11,6 +11,14 @@
 #include <immintrin.h>
 #endif
 
+// Of small functions in the loops over groups of weights: GCC leaves calls of those with many callers
+// there. With AVX2 a row of 4 bits gains a seventh, of 5 bits more; sets with AVX-512 were not measured.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#define WEFT_INLINED inline __attribute__((always_inline))
+#else
+#define WEFT_INLINED inline
+#endif
+
 namespace weft {
 namespace {
 
@@ -63,7 +71,7 @@ inline uvec widen_words(hvec x) {
 // Of float16, exponent and mantissa are shifted into place and the bias is corrected; infinity and
 // NaN keep the largest exponent. Subnormals are integers times a power of two: shifted, they would be
 // subnormals of float32, which a machine multiplies a hundred times as slowly.
-inline vec widen(hvec x, DType type) {
+WEFT_INLINED vec widen(hvec x, DType type) {
   const uvec wide = widen_words(x);
   if (type == DType::bf16) return (vec)(wide << 16);
 #if defined(__AVX512F__)
