@@ -470,6 +470,21 @@ CASES: dict[str, Case] = (
             hidden_size_per_layer_input=12,
             num_key_value_heads=1,
         ),
+        "apertus": _case(
+            "ApertusForCausalLM",
+            "ApertusConfig",
+            rope_parameters=LLAMA3_ROPE,
+            num_attention_heads=8,
+        ),
+        "apertus-tied-biases": _case(
+            "ApertusForCausalLM",
+            "ApertusConfig",
+            rope_parameters=_rope("default"),
+            num_key_value_heads=1,
+            intermediate_size=100,
+            attention_bias=True,
+            tie_word_embeddings=True,
+        ),
         "gemma4-moe-key-is-value": _gemma4(
             hidden_size_per_layer_input=0,
             attention_k_eq_v=True,

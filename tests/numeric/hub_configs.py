@@ -3,6 +3,41 @@
 from __future__ import annotations
 
 HUB = {
+    "apertus-8b": {
+        "architectures": ["ApertusForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "xielu",
+        "hidden_dropout": 0.0,
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 21504,
+        "max_position_embeddings": 65536,
+        "mlp_bias": False,
+        "model_type": "apertus",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "pad_token_id": 3,
+        "post_norm": False,
+        "qk_norm": True,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 8.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+            "type": "llama3",
+        },
+        "rope_theta": 12000000,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": 131072,
+    },
     "llama-3.1-8b": {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,
@@ -523,6 +558,7 @@ HUB = {
 }
 # As the model cards and safetensors headers state them; of some without their vision towers.
 PARAMETERS = {
+    "apertus-8b": 8_053_338_240,
     "llama-3.1-8b": 8_030_261_248,
     "mistral-7b-v0.1": 7_241_732_096,
     "qwen2.5-7b-instruct": 7_615_616_512,

@@ -48,8 +48,9 @@ def test_rope(isa, dtype, tokens, heads, size, half, seed) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oai", "relu2"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oai", "relu2", "xielu"])
 def test_act_mul(isa, dtype, activation) -> None:
+    numbers_of = (torch.tensor([0.3, -0.8, 0.5, -1e-6]),) if activation == "xielu" else ()
     attention.use_isa(isa)
     for tokens, size in ((1, 1), (3, 31), (2, 32), (40, 1025), (0, 7)):
         gate_up = 4 * numbers(size, tokens, 2 * size + 3).to(dtype)[:, 1:-2]
@@ -57,8 +58,8 @@ def test_act_mul(isa, dtype, activation) -> None:
             gate_up[0, 0] = -60.0
             gate_up[-1, -1] = float("nan")
         torch.testing.assert_close(
-            act_mul(gate_up, activation),
-            reference.act_mul(gate_up, activation),
+            act_mul(gate_up, activation, *numbers_of),
+            reference.act_mul(gate_up, activation, *numbers_of),
             equal_nan=True,
         )
 

@@ -34,6 +34,7 @@ FAMILIES = [
     "qwen2-moe",
     "youtu-one-query-matrix",
     "deepseek-v3",
+    "apertus",
 ]
 FAMILIES += [pytest.param(name, marks=deep_on_cpu) for name in ("qwen2-window", "phi4-partial")]
 DEEP = (

@@ -113,6 +113,15 @@ def test_act_mul(dtype, activation) -> None:
         assert_close(act_mul(gate_up, activation), reference.act_mul(gate_up, activation))
 
 
+def test_xielu(dtype) -> None:
+    numbers = torch.tensor([0.3, -0.8, 0.5, -1e-6])
+    for tokens, size in ((1, 1), (3, 70), (2, 1025)):
+        x = 4 * torch.randn(tokens, size + 2).to(dtype)[:, 1:-1]
+        x[:1, 0] = -60.0
+        expected = reference.act_mul(x, "xielu", numbers)
+        assert_close(act_mul(x, "xielu", numbers), expected)
+
+
 @pytest.mark.parametrize("kind", GATINGS)
 def test_gate(dtype, kind) -> None:
     for tokens, heads, size in ((1, 1, 1), (3, 5, 7), (2, 9, 128)):

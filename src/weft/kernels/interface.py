@@ -115,7 +115,9 @@ class Angles(Protocol):
 class ActMul(Protocol):
     """See ``reference.act_mul``."""
 
-    def __call__(self, gate_up: Array, activation: str) -> Array: ...
+    def __call__(
+        self, gate_up: Array, activation: str, numbers: Array | None = None, /
+    ) -> Array: ...
 
 
 class GateHeads(Protocol):

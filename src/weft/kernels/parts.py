@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from weft.kernels.arrays import Array, dtype_name
 from weft.kernels.routing import Routing
 
-UNGATED = ("relu2",)  # activations of MLPs without a gate
+UNGATED = ("relu2", "xielu")  # activations of MLPs without a gate
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of the activation ``swiglu_oai``
 
 
@@ -40,7 +40,7 @@ class Biases:
 
     qkv_bias: Array | None
     output_bias: Array | None
-    gate_up_bias: Array | None
+    gate_up_bias: Array | None  # without a gate that of ``up``
     down_bias: Array | None
 
 
@@ -53,7 +53,7 @@ class LayerShape:
     head_dim: int
     norm_eps: float
     norm_plus_one: bool  # norms multiply by 1 + weight
-    activation: str  # ``silu``, ``gelu_tanh``, ``swiglu_oai`` or ``relu2``
+    activation: str  # see ``reference.act_mul``
     value_is_key: bool = False  # V is the K projection before its norm and rotation
     value_norm: bool = False  # V is normalised without a weight
     qk_norm_whole: bool = False  # one norm over all heads of Q, and one over those of K
@@ -159,6 +159,7 @@ class LayerParts:
         experts: in place of the MLP; beside it as routed ones beside shared ones; or, where what
             the MLP gives has a norm, with norms of their own (Gemma 4).
         scalar: [1], multiplies what leaves the layer.
+        activation: [4] float32, the numbers of an activation that has some.
         latent: of a layer with latent attention, whose ``qkv`` gives queries, or their latent, and
             the row that all heads share.
         mixed: of a recurrent layer, whose heads are those that its mixer gives.
@@ -170,6 +171,7 @@ class LayerParts:
     biases: Biases
     experts: RoutedExperts | None = None
     scalar: Array | None = None
+    activation: Array | None = None
     latent: LatentParts | None = None
     mixed: MixedParts | None = None
 
@@ -251,7 +253,7 @@ def check_parts(parts: LayerParts) -> None:
         "input_projection": (hidden, width),
         "qkv_bias": (qkv,),
         "output_bias": (hidden,),
-        "gate_up_bias": (2 * size,),
+        "gate_up_bias": (size if "up" in matrices else 2 * size,),
         "down_bias": (hidden,),
         "qk_norm": (
             ((heads + shape.kv_heads) * dim,)
@@ -319,6 +321,8 @@ def _check_complete(parts: LayerParts) -> None:
         **dict.fromkeys(own_norms, beside),
         **dict.fromkeys(("input_projection", "post_input_norm"), "input_gate" in given),
     }
+    given |= {"numbers of its activation"} if parts.activation is not None else set()
+    needs["numbers of its activation"] = parts.shape.activation == "xielu"
     missing = [name for name, needed in needs.items() if needed and name not in given]
     if missing:
         raise ValueError(f"a layer lacks {', '.join(missing)}")

@@ -96,13 +96,25 @@ def known_ids(ids: Tensor, in_flight: Tensor) -> Tensor:
     return torch.where(ids < 0, in_flight[(-1 - ids).clamp_(min=0)], ids)
 
 
-def act_mul(gate_up: Tensor, activation: str) -> Tensor:
+def act_mul(gate_up: Tensor, activation: str, numbers: Tensor | None = None) -> Tensor:
     """Return activation(gate) * up for ``gate_up`` [..., 2I], gate first -> [..., I].
 
     ``swiglu_oai`` is that of gpt-oss: (up + 1) * gate * sigmoid(1.702 * gate), where gates are at
     most 7 and the others within [-7, 7]. ``relu2`` has no gate: it squares what is above 0 of [...,
-    I] (So et al. 2021, Primer).
+    I] (So et al. 2021, Primer). ``xielu`` has none, either (Huang and Schlag 2025), but four
+    ``numbers`` [4]: softplus makes the slope of its square of the first and, less that of its
+    linear part, the slope of its exponential of the second; the slope of the linear part; and the
+    largest number that the exponential takes.
     """
+    if activation == "xielu":
+        if numbers is None:
+            raise ValueError("xielu needs four numbers")
+        square, exponential, slope, largest = numbers.float()
+        rise, fall = functional.softplus(square), slope + functional.softplus(exponential)
+        x = gate_up.float()
+        below = (torch.expm1(torch.minimum(x, largest)) - x) * fall
+        y: Tensor = torch.where(x > 0, rise * x * x, below) + slope * x
+        return y.to(gate_up.dtype)
     if activation == "relu2":
         return functional.relu(gate_up.float()).square().to(gate_up.dtype)
     gate, up = gate_up.float().chunk(2, dim=-1)
@@ -114,7 +126,7 @@ def act_mul(gate_up: Tensor, activation: str) -> Tensor:
         gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
         y = (up + 1) * gate * (SWIGLU_ALPHA * gate).sigmoid()
     else:
-        known = "silu, gelu_tanh, swiglu_oai, relu2"
+        known = "silu, gelu_tanh, swiglu_oai, relu2, xielu"
         raise ValueError(f"unknown activation '{activation}'; known: {known}")
     return y.to(gate_up.dtype)
 

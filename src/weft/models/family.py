@@ -111,12 +111,17 @@ def read_sizes(config: ConfigReader, limit: int | None) -> Sizes:
 
 
 def read_common(
-    config: ConfigReader, sizes: Sizes, *, activation: str = "hidden_act"
+    config: ConfigReader,
+    sizes: Sizes,
+    *,
+    activation: str = "hidden_act",
+    known: Mapping[str, str] = ACTIVATIONS,
 ) -> dict[str, Any]:
     """Return the ModelSpec fields that every family reads the same way.
 
     Args:
         activation: the key of the activation function.
+        known: names of those that the family may have, with ``ModelSpec.activation``.
     """
     dtype = config.value("dtype", config.value("torch_dtype", None))
     bos = config.integers("bos_token_id")
@@ -125,7 +130,7 @@ def read_common(
         "hidden_size": sizes.hidden,
         "num_heads": sizes.heads,
         "norm_eps": config.number("rms_norm_eps", 1e-6),
-        "activation": ACTIVATIONS[config.choice(activation, "silu", ACTIVATIONS)],
+        "activation": known[config.choice(activation, next(iter(known)), known)],
         "max_position_embeddings": sizes.max_position,
         "tied_embeddings": config.flag("tie_word_embeddings", False),
         "eos_token_ids": config.integers("eos_token_id"),

@@ -40,6 +40,7 @@ def fusable(spec: ModelSpec, layer: LayerSpec, fused: Fused, ranks: int = 1) -> 
     beside_mlp = layer.moe and spec.moe is not None and spec.moe.beside_mlp
     plain = layer.kv_source is None and not (layer.value_is_key or beside_mlp)
     plain = plain and not (spec.value_norm or spec.per_layer_input_size or spec.layer_scalars)
+    plain = plain and spec.activation not in UNGATED
     plain = plain and spec.pre_norms and spec.residual_scale == 1.0
     plain = plain and not (spec.qk_norm_whole or spec.qk_norm_rotated)
     plain = plain and not (spec.norm_centred or spec.parallel_block)
@@ -139,7 +140,8 @@ def fuse(
         mixed = _mixed(layer.state, mixer)
         heads, size = _heads(layer.state.shape)
         shape = replace(shape, heads=heads, kv_heads=0, head_dim=size, gating=None)
-    parts = LayerParts(shape, matrices, norms, biases, experts, weights.layer_scalar, latent, mixed)
+    numbers = weights.layer_scalar, weights.activation
+    parts = LayerParts(shape, matrices, norms, biases, experts, *numbers, latent, mixed)
     return ops.fused.layer(parts)
 
 

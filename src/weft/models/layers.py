@@ -64,6 +64,7 @@ class LayerWeights:
     gate_up_bias: Array | None = None  # [2 I]
     up: Weight | None = None  # [I, C], of an MLP without a gate
     down: Weight | None = None  # [C, I]
+    activation: Array | None = None  # [4] float32, the numbers of the activation
     down_bias: Array | None = None  # [C]
     router: Weight | None = None  # [E, C]; with a gate of the shared experts [E + 1, C]
     router_bias: Array | None = None  # [E]
@@ -340,7 +341,7 @@ def _mlp(spec: ModelSpec, weights: LayerWeights, x: Array, ops: OpTable) -> Arra
     assert first is not None
     assert weights.down is not None
     gate_up = ops.linear(x, first, weights.gate_up_bias)  # [T, 2 I], or without a gate [T, I]
-    x = ops.act_mul(gate_up, spec.activation)  # [T, I]
+    x = ops.act_mul(gate_up, spec.activation, weights.activation)  # [T, I]
     return ops.linear(x, weights.down, weights.down_bias)
 
 

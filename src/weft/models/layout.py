@@ -29,8 +29,10 @@ ROUNDED |= {"query_up", "up", "expert_up"}
 HEAD_GROUP = 32
 FP8_HEAD = "fp8-head"  # as ``fp8``, the output head as well
 FP8 = Storage(8, None, "float32", format="e4m3")
-# Whatever the dtype of the model: it separates close weights, or says how fast states decay.
-KEPT_FLOAT32 = {"correction_bias", "forget_rate", "forget_bias"}
+# Whatever the dtype of the model: it separates close weights, says how fast states decay, or is a
+# number that all of an MLP is multiplied with.
+KEPT_FLOAT32 = {"correction_bias", "forget_rate", "forget_bias", "activation"}
+XIELU: dict[str, Shape] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
 EXPERT = re.compile(r"\.(\d+)\.")
 
 
@@ -374,12 +376,20 @@ def _mlp(spec: ModelSpec, layer: LayerSpec) -> Iterator[Parameter]:
     home = "mlp.shared_experts" if shared else "mlp"
     if spec.activation in UNGATED:
         yield whole("up", f"{home}.up_proj.weight", (size, hidden))
+        parts = parts[1:]
     else:
         yield stack("gate_up", [(f"{home}.{name}.weight", rows) for name, rows in parts], hidden)
     yield whole("down", f"{home}.down_proj.weight", (hidden, size))
     if spec.mlp_bias:
         yield stack("gate_up_bias", [(f"{home}.{name}.bias", rows) for name, rows in parts])
         yield whole("down_bias", f"{home}.down_proj.bias", (hidden,))
+    if spec.activation == "xielu":
+        yield Parameter("activation", (len(XIELU),), tuple(_xielu(home)))
+
+
+def _xielu(home: str) -> Iterator[Piece]:
+    for place, (name, shape) in enumerate(XIELU.items()):
+        yield Piece(f"{home}.act_fn.{name}", shape, (slice(place, place + 1),))
 
 
 def _experts(spec: ModelSpec, layer: LayerSpec, stacked: bool) -> Iterator[Parameter]:

@@ -24,6 +24,14 @@ from weft.models.llama_like import llama_like
 from weft.models.rope_config import read_layer_ropes, read_rope
 from weft.models.spec import CheckpointLayout, GateSpec, ModelSpec, RopeSpec
 
+_APERTUS_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
 
 def no_rope(rope: RopeSpec) -> RopeSpec:
     """Return a rotary embedding of the same size that rotates by nothing."""
@@ -65,6 +73,34 @@ def smollm3(config: ConfigReader, limit: int | None) -> ModelSpec:
         mlp_bias=config.flag("mlp_bias", False),
     )
     return with_no_rope(spec)
+
+
+def apertus(config: ConfigReader, limit: int | None) -> ModelSpec:
+    """Apertus: xIELU in MLPs without a gate, norms on each head of Q and K."""
+    config.assume(rms_norm_eps=1e-5, rope_parameters=_APERTUS_ROPE)
+    if not config.flag("qk_norm", True):
+        config.refuse("qk_norm", False, "weft reads the models with norms of Q and K")
+    if config.flag("post_norm", False):
+        config.refuse("post_norm", True, "weft reads the models without")
+    if config.flag("mlp_bias", False):
+        config.refuse("mlp_bias", True, "weft reads the models without")
+    sizes = read_sizes(config, limit)
+    bias = config.flag("attention_bias", False)
+    return ModelSpec(
+        layers=(sizes.layer(),) * sizes.layers,
+        ropes=(read_rope(config, sizes.rope_context(theta=12_000_000.0)),),
+        attention_scale=sizes.head_dim**-0.5,
+        qk_norm=True,
+        qkv_bias=bias,
+        output_bias=bias,
+        layout=CheckpointLayout(
+            renamed={
+                "input_layernorm": "attention_layernorm",
+                "post_attention_layernorm": "feedforward_layernorm",
+            }
+        ),
+        **read_common(config, sizes, known={"xielu": "xielu"}),
+    )
 
 
 def seed_oss(config: ConfigReader, limit: int | None) -> ModelSpec:
@@ -344,6 +380,7 @@ LLAMA_VARIANTS = (
             more=granite_attention,
         ),
     ),
+    Family("apertus", "ApertusForCausalLM", "apertus", apertus),
     Family("granite_swa", "GraniteSWAForCausalLM", "granite_swa", granite_swa),
     Family(
         "olmo2",

@@ -32,7 +32,7 @@ _MISSING = {
         "its routing of experts"
     ),
     r"(GPT|Gpt|Opt|OPT|Bloom|Falcon|MPT|Mpt|CodeGen|Phi|Persimmon|StableLm|Starcoder2).*"
-    r"|Nemotron.*|Apertus.*|Arcee.*": _OLDER,
+    r"|Nemotron.*|Arcee.*": _OLDER,
     r".*(Bert|BERT|Roberta|Nomic|Electra|MPNet|Deberta).*|EmbeddingGemma.*": _ENCODER,
     r"(T5|MT5|UMT5|Bart|MBart|Pegasus|Marian|M2M100|Whisper|T5Gemma).*": "encoder-decoder models",
     r".*ForSequenceClassification|.*ForTokenClassification|.*ForRewardModel": (

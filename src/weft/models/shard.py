@@ -122,6 +122,8 @@ def _kept(parameter: Parameter, spec: ModelSpec, shard: Shard) -> tuple[int, lis
         case "output_gate" | "sinks":
             unit, heads = shape[0] // spec.num_heads, shard_range(spec.num_heads, shard)
             return 0, [range(heads.start * unit, heads.stop * unit)]
+        case "up":
+            return 0, [shard_range(shape[0], shard)]
         case "output" | "down":
             return 1, [shard_range(shape[1], shard)]
         case "expert_down":

@@ -303,7 +303,7 @@ class ModelSpec:
     max_position_embeddings: int
     attention_scale: float
     family: str = ""  # the name of its row in ``families``
-    activation: str = "silu"  # or gelu_tanh, swiglu_oai; relu2, of MLPs without a gate
+    activation: str = "silu"  # or gelu_tanh, swiglu_oai; relu2, xielu: of MLPs without a gate
     norm_plus_one: bool = False  # norms multiply by 1 + weight
     norm_centred: bool = False  # LayerNorm: norms subtract the mean first
     parallel_block: bool = False  # the MLP reads the residual that attention reads, not its sum

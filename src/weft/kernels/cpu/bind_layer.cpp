@@ -150,6 +150,7 @@ void bind_layer(nb::module_& m) {
       .def("pre", &pre)
       .def("post", &post);
   activation(type, &Layer::activation);
+  address(type, "activation_numbers", &Layer::activation_numbers);
   address(type, "qkv_bias", &Layer::qkv_bias);
   address(type, "output_bias", &Layer::output_bias);
   address(type, "gate_up_bias", &Layer::gate_up_bias);

@@ -56,10 +56,11 @@ void act_mul(nb::tuple gate_up, int activation, uintptr_t out) {
   weft::act_mul(rows, static_cast<weft::Activation>(activation), reinterpret_cast<char*>(out));
 }
 
-void square_positive(nb::tuple x, uintptr_t out) {
+void activate(nb::tuple x, int activation, uintptr_t numbers, uintptr_t out) {
   const weft::Tensor rows = tensor_of("x", x);
   const nb::gil_scoped_release released;
-  weft::square_positive(rows, reinterpret_cast<char*>(out));
+  weft::activate(rows, static_cast<weft::Activation>(activation),
+                 reinterpret_cast<const float*>(numbers), reinterpret_cast<char*>(out));
 }
 
 void gate(nb::tuple x, nb::tuple gates, int gating, uintptr_t out) {
@@ -107,7 +108,8 @@ void bind_ops(nb::module_& m) {
   m.def("rotate", &rotate, nb::arg("x"), nb::arg("cos"), nb::arg("sin"), nb::arg("half"),
         nb::arg("out"));
   m.def("act_mul", &act_mul, nb::arg("gate_up"), nb::arg("activation"), nb::arg("out"));
-  m.def("square_positive", &square_positive, nb::arg("x"), nb::arg("out"));
+  m.def("activate", &activate, nb::arg("x"), nb::arg("activation"), nb::arg("numbers"),
+        nb::arg("out"));
   m.def("gate", &gate, nb::arg("x"), nb::arg("gates"), nb::arg("gating"), nb::arg("out"));
   m.def("gather_rows", &gather_rows, nb::arg("table"), nb::arg("ids"), nb::arg("tokens"),
         nb::arg("out"));

@@ -152,7 +152,8 @@ class Mixture {
   void square(int64_t i) const {
     const Multiplication& product = down_[pairs_[i].product];
     char* const row = product.x.row(pairs_[i].row);
-    square_positive_row(product.matrix->type(), row, row, product.matrix->inputs());
+    activate_row(product.matrix->type(), Activation::relu2, nullptr, row, row,
+                 product.matrix->inputs());
   }
 
   void multiply(const std::vector<Multiplication>& products, const std::vector<int64_t>& ends,

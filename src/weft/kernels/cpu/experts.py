@@ -129,8 +129,9 @@ def bind_experts(
     Raises:
         ValueError: shapes or dtypes do not fit, or there is no such activation.
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"unknown activation '{activation}'; known: {', '.join(ACTIVATIONS)}")
+    if activation not in ACTIVATIONS or activation == "xielu":
+        known = ", ".join(name for name in ACTIVATIONS if name != "xielu")
+        raise ValueError(f"unknown activation of experts '{activation}'; known: {known}")
     if not down or len(gate_up) != len(down):
         raise ValueError(f"{len(gate_up)} first and {len(down)} second matrices of experts")
     experts = _native.Experts()

@@ -29,14 +29,14 @@ struct Layer {
   const Matrix* qkv = nullptr;
   const Matrix* output = nullptr;   // [hidden, heads * head_size]
   const Matrix* output_gate = nullptr;  // of what `output` reads: [heads or heads * head_size, hidden]
-  // Gated [2 * size, hidden]; with relu2 not, [size, hidden]. Without it and without experts what
+  // Gated [2 * size, hidden]; with relu2 and xielu not, [size, hidden]. Without it and without experts what
   // attention adds is all that the layer does.
   const Matrix* gate_up = nullptr;
   const Matrix* down = nullptr;     // [hidden, size]
   const Matrix* router = nullptr;   // [experts, hidden], with a gate of the MLP one output more
   const void* qkv_bias = nullptr;
   const void* output_bias = nullptr;
-  const void* gate_up_bias = nullptr;
+  const void* gate_up_bias = nullptr;  // or of `up`
   const void* down_bias = nullptr;
   const void* router_bias = nullptr;
   const float* input_norm = nullptr;           // [hidden]
@@ -84,6 +84,7 @@ struct Layer {
   // Angles are [tokens, half] of keys and then of queries, in one row of 2 * half.
   bool own_query_angles = false;
   Activation activation = Activation::silu;
+  const float* activation_numbers = nullptr;  // of xielu
   Gating gating = Gating::sigmoid;  // of `output_gate`
 
   DType type() const { return qkv->type(); }

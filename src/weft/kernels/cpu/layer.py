@@ -59,6 +59,8 @@ class CpuLayer:
             self._bind_experts(parts.experts)
         if parts.scalar is not None:
             self.native.scalar = float(parts.scalar[0])
+        if parts.activation is not None:
+            self._point_to("activation_numbers", to_numpy(parts.activation))
         if parts.latent is not None:
             self._bind_latent(parts.latent)
         self.mixer = None if parts.mixed is None else parts.mixed.mixer

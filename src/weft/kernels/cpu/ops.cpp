@@ -148,14 +148,18 @@ void act_mul_row(DType type, Activation activation, const char* gate, const char
   }
 }
 
-void square_positive(const Tensor& x, char* out) {
+void activate(const Tensor& x, Activation activation, const float* numbers, char* out) {
   const int64_t size = x.shape[1], bytes = size * size_of(x.type);
   each_row(x.shape[0], size, [&](int64_t token) {
-    square_positive_row(x.type, head_at(x, token, 0), out + token * bytes, size);
+    activate_row(x.type, activation, numbers, head_at(x, token, 0), out + token * bytes, size);
   });
 }
 
-void square_positive_row(DType type, const char* row, char* out, int64_t count) {
+void activate_row(DType type, Activation activation, const float* numbers, const char* row, char* out,
+                  int64_t count) {
+  if (activation == Activation::xielu) {
+    return chosen_isa().panel->xielu(type, numbers, row, out, count);
+  }
   for (int64_t i = 0; i < count; ++i) {
     const float number = number_at(row, type, i);
     const float positive = number < 0.0f ? 0.0f : number;  // NaN stays NaN

@@ -47,9 +47,10 @@ void act_mul(const Tensor& gate_up, Activation activation, char* out);
 void act_mul_row(DType type, Activation activation, const char* gate, const char* value, char* out,
                  int64_t count);
 
-// The squares of what is above 0 of rows [tokens, size], else 0.
-void square_positive(const Tensor& x, char* out);
-void square_positive_row(DType type, const char* row, char* out, int64_t count);
+// The activation of rows [tokens, size] of an MLP without a gate, with its numbers if it has some.
+void activate(const Tensor& x, Activation activation, const float* numbers, char* out);
+void activate_row(DType type, Activation activation, const float* numbers, const char* row, char* out,
+                  int64_t count);
 
 // Heads of x [tokens, heads, size] times the factors of their gates, which have a number for each of
 // x's [tokens, heads * size], or one a head [tokens, heads].

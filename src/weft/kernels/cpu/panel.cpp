@@ -4,6 +4,7 @@
 // types, and everything but the exported table has internal linkage.
 #include "panel.hpp"
 
+#include "activations.hpp"
 #include "simd.hpp"
 
 namespace weft {
@@ -265,18 +266,6 @@ void finish(DType type, const Finish& f) {
   finish_as<DType::bf16>(f);
 }
 
-inline vec gated(vec gate, vec up, Activation activation) {
-  if (activation == Activation::silu) return gate * sigmoid(gate) * up;
-  if (activation == Activation::gelu_tanh) {
-    // 0.5 * x * (1 + tanh(u)) = x / (1 + exp(-2 u))
-    return gate * sigmoid(1.5957691216057308f * (gate + 0.044715f * (gate * gate * gate))) * up;
-  }
-  const vec most = splat(7.0f);
-  gate = pick(gate > most, most, gate);
-  up = pick(up > most, most, pick(up < -most, -most, up));
-  return gate * sigmoid(1.702f * gate) * (up + 1.0f);
-}
-
 template <DType type>
 void finish_gated_as(Activation activation, const Finish& f) {
   constexpr int64_t size = type == DType::f32 ? 4 : 2;
@@ -300,14 +289,29 @@ void finish_gated(DType type, Activation activation, const Finish& f) {
   finish_gated_as<DType::bf16>(activation, f);
 }
 
-// ---- gates of attention's output ----
+// ---- activation without a gate ----
 
-inline vec open(vec x, Gating gating) {
-  if (gating == Gating::sigmoid) return sigmoid(x);
-  vec y = exp_negative((vec)((ivec)x | (int32_t)0x80000000));  // log(1 + exp(x)), by exp(-|x|)
-  for (int i = 0; i < W; ++i) y[i] = __builtin_log1pf(y[i]) + (x[i] > 0.0f ? x[i] : 0.0f);
-  return y;
+template <DType type>
+void xielu_as(const float* numbers, const char* x, char* out, int64_t count) {
+  constexpr int64_t size = type == DType::f32 ? 4 : 2;
+  const vec rise = splat(softplus(numbers[0])), slope = splat(numbers[2]);
+  const vec fall = slope + softplus(numbers[1]);
+  const vec largest = splat(numbers[3]);
+  for (int64_t i = 0; i < count; i += W) {
+    const int64_t left = count - i;
+    const vec v = read<type>(x + i * size, left);
+    const vec low = pick(v > largest, largest, v);
+    const vec below = (exp_beyond_line(low) + (low - v)) * fall;
+    write<type>(out + i * size, pick(v > 0.0f, rise * v * v, below) + slope * v, left);
+  }
 }
+
+void xielu(DType type, const float* numbers, const char* x, char* out, int64_t count) {
+  if (type == DType::f32) return xielu_as<DType::f32>(numbers, x, out, count);
+  xielu_as<DType::bf16>(numbers, x, out, count);
+}
+
+// ---- gates of attention's output ----
 
 template <DType type>
 void gate_as(Gating gating, const char* x, const char* gates, int64_t each, char* out,
@@ -477,7 +481,7 @@ void combine(DType type, const Share* shares, int64_t rows, char* out, int64_t c
 extern const PanelKernels WEFT_NAME(panel_kernels_, WEFT_ISA);
 const PanelKernels WEFT_NAME(panel_kernels_, WEFT_ISA) = {
     WEFT_TEXT(WEFT_ISA), {multiply<Format::f32>, multiply<Format::bf16>},
-    finish, finish_gated, gate, norm, squares, weigh, rotate, scale, combine,
+    finish, finish_gated, xielu, gate, norm, squares, weigh, rotate, scale, combine,
 };
 
 }  // namespace weft

@@ -39,8 +39,9 @@ inline constexpr int64_t panel_columns = 64;
 inline constexpr int64_t gated_columns = panel_columns / 2;
 
 // swiglu_oai is gpt-oss's: (value + 1) * gate * sigmoid(1.702 * gate), of a gate of at most 7 and a
-// value within [-7, 7]. relu2 belongs to products without a gate: see `square_positive`.
-enum class Activation : int { silu = 0, gelu_tanh = 1, swiglu_oai = 2, relu2 = 3 };
+// value within [-7, 7]. relu2 and xielu belong to products without a gate: see
+// `activate`.
+enum class Activation : int { silu = 0, gelu_tanh = 1, swiglu_oai = 2, relu2 = 3, xielu = 4 };
 // What makes a factor of a gate.
 enum class Gating : int { sigmoid = 0, softplus = 1 };
 
@@ -93,6 +94,10 @@ struct PanelKernels {
   void (*finish)(DType, const Finish&);
   // Activation(gate) * value of sums of gated panels; `columns` counts the outputs.
   void (*finish_gated)(DType, Activation, const Finish&);
+  // xIELU by its four numbers: what softplus makes the slopes of its square and, less that of its
+  // linear part, of its exponential of; that slope; and the largest number that the exponential takes.
+  // `out` may be x.
+  void (*xielu)(DType, const float* numbers, const char* x, char* out, int64_t count);
   // x times the factors of its gates, of which each is that of `each` numbers of x. `out` may be x.
   void (*gate)(DType, Gating, const char* x, const char* gates, int64_t each, char* out,
                int64_t count);

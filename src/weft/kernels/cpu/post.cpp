@@ -46,14 +46,14 @@ class Post {
     });
     if (routed_) phases.add_tokens(tokens_, [this](int64_t i) { choose(i); });
     if (dense > 0) {
-      if (!gate_up_.activated) phases.add_tokens(tokens_, [this](int64_t token) { square(token); });
+      if (!gate_up_.activated) phases.add_tokens(tokens_, [this](int64_t token) { activate(token); });
       phases.add_rounding(down_);
       phases.add(down_.items(), [this](int64_t item) { down_.run(kernels_, item); });
       if (down_.out.data == y_.data && !shared_) {
         phases.add_tokens(tokens_, [this](int64_t token) { end_mlp(token); });
       }
     }
-    const Matrix& large = layer_.gate_up == nullptr ? *layer_.output : *layer_.gate_up;
+    const Matrix& large = dense_ ? *gate_up_.matrix : *layer_.output;
     const bool share = worth_sharing(work_of(large, tokens_));
     phases.run(share);
     if (routed_) {
@@ -198,9 +198,10 @@ class Post {
   }
 
   // Applies the activation of an MLP without a gate to what its first product gave.
-  void square(int64_t token) const {
+  void activate(int64_t token) const {
     char* const row = down_.x.row(token);
-    square_positive_row(type_, row, row, layer_.down->inputs());
+    activate_row(type_, layer_.activation, layer_.activation_numbers, row, row,
+                 layer_.down->inputs());
   }
 
   void end_mlp(int64_t token) const {
@@ -248,7 +249,7 @@ class Post {
 
   const PanelKernels& kernels_ = *chosen_isa().panel;
   const Layer& layer_;
-  const bool routed_ = layer_.experts != nullptr, dense_ = layer_.gate_up != nullptr;
+  const bool routed_ = layer_.experts != nullptr, dense_ = layer_.down != nullptr;
   const bool beside_ = routed_ && dense_ && layer_.dense_post_norm != nullptr;
   const bool shared_ = routed_ && dense_ && !beside_;
   const bool scaled_ = layer_.residual_scale != 1.0f;

@@ -20,6 +20,7 @@ ACTIVATIONS = {
     "gelu_tanh": 1,
     "swiglu_oai": 2,
     "relu2": 3,
+    "xielu": 4,
 }  # the numbers of `Activation` in panel.hpp
 GATINGS = {"sigmoid": 0, "softplus": 1}  # those of `Gating`
 
@@ -116,7 +117,7 @@ def rope(x: Array, cos: Array, sin: Array) -> Array:
     return out
 
 
-def act_mul(gate_up: Array, activation: str) -> Array:
+def act_mul(gate_up: Array, activation: str, numbers: Array | None = None) -> Array:
     """Return activation(gate) * up for ``gate_up`` [T, 2I], gate first -> [T, I].
 
     Of ``UNGATED`` it is that of an MLP without a gate, [T, I]; see ``reference.act_mul``.
@@ -130,8 +131,12 @@ def act_mul(gate_up: Array, activation: str) -> Array:
         raise ValueError(f"cannot apply '{activation}' to {list(gate_up.shape)}; known: {known}")
     gate_up = dense_rows(gate_up)
     if not gated:
+        wanted = 0 if activation != "xielu" else 4
+        if wanted != (0 if numbers is None else len(numbers)):
+            raise ValueError(f"'{activation}' takes {wanted} numbers")
         out = empty(gate_up, gate_up.shape)
-        _native.square_positive(view("x", gate_up), address(out))
+        given = 0 if numbers is None else address(numbers)
+        _native.activate(view("x", gate_up), ACTIVATIONS[activation], given, address(out))
         return out
     out = empty(gate_up, (gate_up.shape[0], gate_up.shape[1] // 2))
     _native.act_mul(view("gate_up", gate_up), ACTIVATIONS[activation], address(out))

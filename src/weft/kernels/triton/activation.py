@@ -78,6 +78,14 @@ def _act_mul_round(
 
 
 @triton.jit
+def _softplus(x):
+    """Log(1 + exp(x)) of float32 numbers."""
+    power = tl.exp(-tl.abs(x))
+    near = power * (1.0 - power * (0.5 - power * (1.0 / 3.0)))  # where 1 + power loses digits
+    return tl.maximum(x, 0.0) + tl.where(power < 0.01, near, tl.log(1.0 + power))
+
+
+@triton.jit
 def _gate(
     x, gates, out, stride_gates,
     SIZE: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr, SOFTPLUS: tl.constexpr,
@@ -89,9 +97,7 @@ def _gate(
     gate = tl.load(gates + row * stride_gates + column // EACH, mask=mask, other=0.0)
     gate = gate.to(tl.float32)
     if SOFTPLUS:
-        power = tl.exp(-tl.abs(gate))
-        near = power * (1.0 - power * (0.5 - power * (1.0 / 3.0)))  # where 1 + power loses digits
-        gate = tl.maximum(gate, 0.0) + tl.where(power < 0.01, near, tl.log(1.0 + power))
+        gate = _softplus(gate)
     else:
         gate = 1.0 / (1.0 + tl.exp(-gate))
     tl.store(out + row * SIZE + column, (y * gate).to(out.dtype.element_ty), mask=mask)
@@ -146,12 +152,41 @@ def softcap(logits: Tensor, cap: float) -> Tensor:
     return out
 
 
-def act_mul(gate_up: Tensor, activation: str) -> Tensor:
+@triton.jit
+def _xielu(x, numbers, out, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < SIZE
+    y = tl.load(x + row * stride + column, mask=mask, other=0.0).to(tl.float32)
+    slope, largest = tl.load(numbers + 2), tl.load(numbers + 3)
+    rise, fall = _softplus(tl.load(numbers)), slope + _softplus(tl.load(numbers + 1))
+    low = tl.where(y > largest, largest, y)
+    near = 1.3888888889e-3 + low * (1.9841269841e-4 + low * 2.4801587302e-5)
+    near = 0.5 + low * (
+        1.6666666667e-1 + low * (4.1666666667e-2 + low * (8.3333333333e-3 + low * near))
+    )
+    beyond = tl.where(low > -0.5, near * (low * low), tl.exp(low) - 1.0 - low)  # where it cancels
+    below = (beyond + (low - y)) * fall
+    y = tl.where(y > 0.0, rise * y * y, below) + slope * y
+    tl.store(out + row * SIZE + column, y.to(out.dtype.element_ty), mask=mask)
+
+
+def act_mul(gate_up: Tensor, activation: str, numbers: Tensor | None = None) -> Tensor:
     """Return activation(gate) * up of ``gate_up`` [T, 2I], gate first -> [T, I].
+
+    Of ``xielu``, which has no gate but ``numbers``, it is that of [T, I].
 
     Raises:
         ValueError: the activation is not known, or the shape does not fit.
     """
+    if activation == "xielu" and numbers is not None and numbers.shape == (4,):
+        x, (rows, size) = last_contiguous(gate_up), gate_up.shape
+        out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
+        if rows:
+            _xielu[(rows, triton.cdiv(size, _BLOCK))](
+                x, numbers, out, x.stride(0), SIZE=size, BLOCK=_BLOCK, num_warps=4, num_stages=1
+            )
+        return out
     gate_up, rows, size = _check(gate_up, activation)
     out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
     if rows:

@@ -1,0 +1,45 @@
+// Activations and gates of single vectors, for files that are compiled once per instruction set.
+#pragma once
+
+#include "panel.hpp"
+#include "simd.hpp"
+
+namespace weft {
+namespace {
+
+inline vec gated(vec gate, vec up, Activation activation) {
+  if (activation == Activation::silu) return gate * sigmoid(gate) * up;
+  if (activation == Activation::gelu_tanh) {
+    // 0.5 * x * (1 + tanh(u)) = x / (1 + exp(-2 u))
+    return gate * sigmoid(1.5957691216057308f * (gate + 0.044715f * (gate * gate * gate))) * up;
+  }
+  const vec most = splat(7.0f);
+  gate = pick(gate > most, most, gate);
+  up = pick(up > most, most, pick(up < -most, -most, up));
+  return gate * sigmoid(1.702f * gate) * (up + 1.0f);
+}
+
+inline vec open(vec x, Gating gating) {
+  if (gating == Gating::sigmoid) return sigmoid(x);
+  vec y = exp_negative((vec)((ivec)x | (int32_t)0x80000000));  // log(1 + exp(x)), by exp(-|x|)
+  for (int i = 0; i < W; ++i) y[i] = __builtin_log1pf(y[i]) + (x[i] > 0.0f ? x[i] : 0.0f);
+  return y;
+}
+
+inline float softplus(float x) {
+  return x > 20.0f ? x : __builtin_log1pf(__builtin_expf(x));
+}
+
+// exp(x) - 1 - x for x <= 0; near 0, where that cancels, by its series.
+inline vec exp_beyond_line(vec x) {
+  vec p = x * 2.4801587302e-5f + 1.9841269841e-4f;
+  p = p * x + 1.3888888889e-3f;
+  p = p * x + 8.3333333333e-3f;
+  p = p * x + 4.1666666667e-2f;
+  p = p * x + 1.6666666667e-1f;
+  p = p * x + 0.5f;
+  return pick(x > -0.5f, p * (x * x), exp_negative(x) - 1.0f - x);
+}
+
+}  // namespace
+}  // namespace weft
