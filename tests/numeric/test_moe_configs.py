@@ -14,6 +14,88 @@ from weft.models.layout import num_parameters, parameters
 from weft.models.spec_reader import spec_from_config
 
 HUB: dict[str, dict[str, Any]] = {
+    "mimo-v2-flash": {
+        "architectures": ["MiMoV2FlashForCausalLM"],
+        "add_full_attention_sink_bias": False,
+        "add_swa_attention_sink_bias": True,
+        "attention_bias": False,
+        "attention_chunk_size": 128,
+        "attention_dropout": 0.0,
+        "attention_value_scale": 0.707,
+        "head_dim": 192,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "hybrid_block_size": None,
+        "hybrid_layer_pattern": [0, *[1, 1, 1, 1, 0, 1] * 7, 1, 1, 1, 1, 0],
+        "intermediate_size": 16384,
+        "layernorm_epsilon": 1e-05,
+        "max_position_embeddings": 262144,
+        "model_type": "mimo_v2_flash",
+        "moe_intermediate_size": 2048,
+        "moe_layer_freq": [0] + [1] * 47,
+        "n_group": 1,
+        "n_routed_experts": 256,
+        "n_shared_experts": None,
+        "norm_topk_prob": True,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "partial_rotary_factor": 0.334,
+        "rope_theta": 5000000,
+        "routed_scaling_factor": None,
+        "scoring_func": "sigmoid",
+        "sliding_window": 128,
+        "sliding_window_size": 128,
+        "swa_head_dim": 192,
+        "swa_num_attention_heads": 64,
+        "swa_num_key_value_heads": 8,
+        "swa_rope_theta": 10000,
+        "swa_v_head_dim": 128,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "v_head_dim": 128,
+        "vocab_size": 152576,
+    },
+    "laguna-xs": {
+        "architectures": ["LagunaForCausalLM"],
+        "attention_bias": False,
+        "gating": True,
+        "head_dim": 128,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "layer_types": ["full_attention", *["sliding_attention"] * 3] * 10,
+        "max_position_embeddings": 131072,
+        "model_type": "laguna",
+        "moe_apply_router_weight_on_input": False,
+        "moe_intermediate_size": 512,
+        "moe_router_logit_softcapping": 0.0,
+        "moe_routed_scaling_factor": 2.5,
+        "num_attention_heads": 48,
+        "num_attention_heads_per_layer": [48, 64, 64, 64] * 10,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "default",
+                "rope_theta": 500000.0,
+                "partial_rotary_factor": 0.5,
+            },
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 1.0,
+            },
+        },
+        "shared_expert_intermediate_size": 512,
+        "sliding_window": 512,
+        "tie_word_embeddings": False,
+        "vocab_size": 100352,
+    },
     "mixtral-8x7b": {
         "architectures": ["MixtralForCausalLM"],
         "attention_dropout": 0.0,
@@ -213,6 +295,7 @@ PARAMETERS = {
     "olmoe-1b-7b": 6_919_161_856,
 }
 BILLIONS = {"glm-4.5-air": 107, "minimax-m2": 229, "hunyuan-a13b": 80}
+BILLIONS |= {"mimo-v2-flash": 309, "laguna-xs": 33}
 
 
 @pytest.mark.parametrize("name", HUB)
@@ -220,6 +303,18 @@ def test_hub_configs_and_their_parameter_counts(name) -> None:
     count = num_parameters(spec_from_config(HUB[name]))
     assert count == PARAMETERS.get(name, count)
     assert name in PARAMETERS or round(count / 1e9) == BILLIONS[name]
+
+
+def test_layers_have_their_own_heads_values_and_ropes() -> None:
+    mimo, laguna = (spec_from_config(HUB[name]) for name in ("mimo-v2-flash", "laguna-xs"))
+    full, sliding = mimo.layers[0], mimo.layers[1]
+    assert (full.num_kv_heads, full.window, full.sinks, full.moe) == (4, None, False, False)
+    assert (sliding.num_kv_heads, sliding.window, sliding.sinks) == (8, 129, True)
+    assert [i for i, layer in enumerate(mimo.layers) if layer.window is None][1:3] == [5, 11]
+    assert (full.head_dim, mimo.value_dim, mimo.value_scale) == (192, 128, 0.707)
+    assert [(rope.theta, rope.rotary_dim) for rope in mimo.ropes] == [(5e6, 64), (1e4, 64)]
+    assert [laguna.heads(layer) for layer in laguna.layers[:4]] == [48, 64, 64, 64]
+    assert [rope.rotary_dim for rope in laguna.ropes] == [64, 128]
 
 
 def test_what_routes_is_read() -> None:
@@ -252,6 +347,11 @@ def test_what_routes_is_read() -> None:
         ("glm-4.5-air", {"mlp_layer_types": ["sparse"]}, "46 entries are needed"),
         ("glm-4.5-air", {"mlp_layer_types": ["wet"] * 46}, "lists of dense and sparse"),
         ("glm-4.5-air", {"n_shared_experts": 65}, "at most 64"),
+        ("laguna-xs", {"num_attention_heads_per_layer": [48] * 3}, "40 entries are needed"),
+        ("laguna-xs", {"num_attention_heads_per_layer": [12] * 40}, "multiple of the 8 KV heads"),
+        ("laguna-xs", {"moe_router_logit_softcapping": 30.0}, "0 is"),
+        ("mimo-v2-flash", {"swa_num_key_value_heads": 4}, "weft reads the models with 8"),
+        ("mimo-v2-flash", {"add_full_attention_sink_bias": True}, "weft reads the models with"),
         ("minimax-m2", {"attn_type_list": [0, 1] * 31}, "full attention"),
         ("minimax-m2", {"shared_intermediate_size": 8}, "shared_intermediate_size"),
         ("minimax-m2", {"layernorm_mlp_beta": 2.0}, "layernorm_mlp_beta"),

@@ -51,7 +51,7 @@ DEEP = (
 DEEP += ("glm4-moe-groups", "minimax-m2-moe", "mixtral-moe-window", "qwen2-moe-mixed", "ernie-moe")
 DEEP += ("olmoe", "dots1-moe-windows", "granite-moe", "granite-moe-shared", "exaone-moe", "hy3-moe")
 DEEP += ("youtu", "deepseek-v3-yarn", "deepseek-v2", "deepseek-v2-lite", "glm-flash")
-DEEP += ("glm-flash-groups",)
+DEEP += ("glm-flash-groups", "mimo-flash", "laguna")
 FAMILIES += [pytest.param(name, marks=deep_on_cpu) for name in DEEP]
 # Two rows of other lengths, then one token for each of them beside the prompt of a third.
 STEPS: list[Rows] = [

@@ -104,7 +104,7 @@ def assumed_host(config: EngineConfig, model: Model, fitted: Fitted) -> HostCost
     if not config.attends_on_host:
         return costs
     spec = model.spec
-    heads = max(2 * (spec.num_heads + kind.num_kv_heads) * kind.head_dim for kind in spec.layers)
+    heads = max(2 * (spec.heads(kind) + kind.num_kv_heads) * kind.head_dim for kind in spec.layers)
     numbers = 2 * (2 * spec.hidden_size + heads) if cpu else heads  # read and written, or sent
     carry = CarryCost(0.0, numbers * DTYPE_BYTES[model.dtype] / bytes_s)
     return replace(costs, attention=_assumed_attention(config, model, fitted), carry=carry)

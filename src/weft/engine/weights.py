@@ -201,8 +201,14 @@ def _heads(spec: ModelSpec) -> list[tuple[int, ...]]:
     latent = () if spec.latent is None else (spec.latent.rank,)
     return sorted(
         {
-            (group.num_kv_heads, spec.num_heads // group.num_kv_heads, group.head_dim, *latent)
-            for group in spec.kv_groups
+            (
+                layer.num_kv_heads,
+                spec.heads(layer) // layer.num_kv_heads,
+                layer.head_dim,
+                *latent,
+            )
+            for layer in spec.layers
+            if layer.state is None
         }
     )
 

@@ -16,7 +16,7 @@ from weft.models.spec import ModelSpec
 
 def lane_widths(spec: ModelSpec) -> tuple[int, int]:
     """Return the numbers of a token's queries and of its keys, of the widest layer of each."""
-    queries = max(spec.num_heads * layer.head_dim for layer in spec.layers)
+    queries = max(spec.heads(layer) * layer.head_dim for layer in spec.layers)
     return queries, max(layer.num_kv_heads * layer.head_dim for layer in spec.layers)
 
 

@@ -159,7 +159,7 @@ def _layers(decoder: Decoder, host: KVStore) -> list[HostLayer]:
             HostLayer(
                 host.keys[at.group][at.index],
                 host.values[at.group][at.index],
-                decoder.spec.num_heads,
+                decoder.spec.heads(layer),
                 at.scale,
                 at.group,
                 at.window,

@@ -198,7 +198,7 @@ def geometry_of(decoder: Decoder, store: KVStore, table: InputBatch, timeout_s: 
     layers = []
     for number, layer in enumerate(decoder.spec.layers):
         at = decoder.attention_params(number)
-        heads, writes = decoder.spec.num_heads, layer.kv_source is None
+        heads, writes = decoder.spec.heads(layer), layer.kv_source is None
         layers.append(
             LayerGeometry(
                 at.group,

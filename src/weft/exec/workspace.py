@@ -128,7 +128,7 @@ def pinned_bytes(spec: ModelSpec, element: int, sizes: StepSizes) -> int:
         rows = padded_size(min(sizes.rows, sizes.tokens))
         found += 8 * told + AHEAD * 8 * (2 + 2 * rows)
     if lanes is not None or sizes.overlaps:
-        queries = max(spec.num_heads * layer.head_dim for layer in spec.layers)
+        queries = max(spec.heads(layer) * layer.head_dim for layer in spec.layers)
         keys = max(layer.num_kv_heads * layer.head_dim for layer in spec.layers)
         found += sizes.rows * (queries + 2 * keys) * element + 8 * (sizes.rows + 1)
         found += min(sizes.rows, AT_ONCE) * (queries * element + 2 * 8)  # that come back
@@ -150,7 +150,7 @@ def expert_rows_bytes(spec: ModelSpec, element: int, tokens: int) -> int:
 
 def _exchange_bytes(spec: ModelSpec, element: int, rows: int, hidden: int) -> int:
     """What the device keeps of rows that the host attends for, and results on their way to it."""
-    width = max(spec.num_heads * layer.head_dim for layer in spec.layers)
+    width = max(spec.heads(layer) * layer.head_dim for layer in spec.layers)
     kept = lane_state_bytes(rows, width, hidden, element)
     return kept + min(rows, AT_ONCE) * (width * element + 2 * 8)
 
@@ -160,19 +160,22 @@ def _attention_bytes(spec: ModelSpec, number: int, sizes: StepSizes, tokens: int
     few = max(1, ATTENTION_HEADS // _together(spec, number))  # tokens of a row
     places = min(tokens, sizes.rows * few)
     value = spec.layers[number].head_dim if spec.latent is None else spec.latent.rank
-    return places * spec.num_heads * ATTENTION_SPLITS * (value + 2) * FLOAT
+    return places * spec.heads(spec.layers[number]) * ATTENTION_SPLITS * (value + 2) * FLOAT
 
 
 def _together(spec: ModelSpec, number: int) -> int:
     """Query heads of a tile: those of a KV head, or of latent attention a divisor of all heads."""
     if spec.latent is None:
-        return spec.num_heads // max(1, spec.layers[number].num_kv_heads)
+        layer = spec.layers[number]
+        return spec.heads(layer) // max(1, layer.num_kv_heads)
     return max(n for n in range(1, ATTENTION_HEADS + 1) if spec.num_heads % n == 0)
 
 
 def _list_bytes(spec: ModelSpec, rows: int) -> int:
     """The parts of all rows' contexts, and how many of a row's are computed for a tile of heads."""
-    tiles = max(spec.num_heads // _together(spec, number) for number in range(spec.num_layers))
+    tiles = max(
+        spec.heads(layer) // _together(spec, number) for number, layer in enumerate(spec.layers)
+    )
     row = ATTENTION_SPLITS * LISTED_BYTES + tiles * FLOAT
     return len(spec.kv_groups) * (rows * row + LISTED_BYTES)
 
@@ -194,10 +197,11 @@ def _pass_bytes(spec: ModelSpec, element: int, ranks: int, tokens: int, samples:
 def _layer_width(spec: ModelSpec, number: int) -> int:
     """Numbers that a layer makes of a token."""
     layer, hidden = spec.layers[number], spec.hidden_size
-    heads = spec.num_heads + 2 * layer.num_kv_heads
+    queries = spec.heads(layer)
+    heads = queries + 2 * layer.num_kv_heads
     width = 6 * hidden
     if spec.latent is None:
-        width += 2 * (heads + spec.num_heads) * layer.head_dim
+        width += 2 * (heads + queries) * layer.head_dim
     else:  # queries, their latent, absorbed ones with the row; what was attended, and outputs
         latent = spec.latent
         width += 2 * (latent.query_rank or 0) + (heads + spec.num_heads + 1) * layer.head_dim

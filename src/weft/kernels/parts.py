@@ -56,6 +56,8 @@ class LayerShape:
     activation: str  # see ``reference.act_mul``
     value_is_key: bool = False  # V is the K projection before its norm and rotation
     value_norm: bool = False  # V is normalised without a weight
+    value_dim: int | None = None  # numbers of a head of V that are not 0; None: all
+    value_scale: float = 1.0  # multiplies what has been attended, with ``value_dim``
     qk_norm_whole: bool = False  # one norm over all heads of Q, and one over those of K
     qk_norm_rotated: bool = False  # Q and K are normalised after their rotation
     residual_scale: float = 1.0  # multiplies what attention and the MLP add
@@ -234,6 +236,9 @@ def check_parts(parts: LayerParts) -> None:
     router = experts + (parts.experts is not None and parts.experts.mlp_gate)
     heads, dim = shape.heads, shape.head_dim
     qkv, attended = (heads + (1 if shape.value_is_key else 2) * shape.kv_heads) * dim, heads * dim
+    if shape.value_dim is not None:
+        qkv = (heads + shape.kv_heads) * dim + shape.kv_heads * shape.value_dim
+        attended = heads * shape.value_dim
     if parts.latent is not None:
         qkv = parts.latent.query_rows() + dim
         attended = heads * int(parts.latent.value_up[0].shape[0])

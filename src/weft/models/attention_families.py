@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from weft.kernels.parts import SWIGLU_ALPHA, SWIGLU_LIMIT
+from weft.models.bounds import MOST
 from weft.models.config_reader import ConfigReader
 from weft.models.family import (
     FULL,
     SLIDING,
     Family,
+    Sizes,
+    read_common,
+    read_kinds,
     read_sizes,
     read_window,
     read_windows,
@@ -17,9 +21,15 @@ from weft.models.family import (
 from weft.models.gguf_form import ATTENTION_BIAS, EXPERTS, LOCAL_EXPERTS, GgufForm
 from weft.models.llama_like import llama_like
 from weft.models.llama_variants import with_no_rope
+from weft.models.moe_families import DENSE, QWEN_NAMES, SPARSE, expert_layers
+from weft.models.rope_config import read_layer_ropes
 from weft.models.spec import CheckpointLayout, GateSpec, ModelSpec, MoeSpec
 
 _AFMOE_GROUPS = ("n_group", "topk_group", "num_expert_groups", "num_limited_groups")
+_LAGUNA_NAMES = QWEN_NAMES | {
+    "self_attn.gate_proj": "self_attn.g_proj",
+    "mlp.gate.e_score_correction_bias": "mlp.experts.e_score_correction_bias",
+}
 _AFMOE_NAMES = {
     "mlp.gate": "mlp.router.gate",
     "mlp.gate.e_score_correction_bias": "mlp.expert_bias",
@@ -114,7 +124,73 @@ def gpt_oss(config: ConfigReader, limit: int | None) -> ModelSpec:
     )
 
 
+def laguna(config: ConfigReader, limit: int | None) -> ModelSpec:
+    """Laguna: layers with unlike numbers of query heads, gates by softplus, routing of AFMoE."""
+    config.assume(head_dim=128, sliding_window=512)
+    if config.flag("moe_apply_router_weight_on_input", False):
+        config.refuse("moe_apply_router_weight_on_input", True, "weft reads the models without")
+    if config.value("moe_router_logit_softcapping", 0) != 0:
+        found = config.value("moe_router_logit_softcapping")
+        config.refuse("moe_router_logit_softcapping", found, "0 is")
+    sizes, window = read_sizes(config, limit), read_window(config)
+    windows = read_windows(config, sizes, [FULL] * sizes.layers, window)
+    heads = _heads_of_layers(config, sizes)
+    plain = [DENSE if i == 0 else SPARSE for i in range(sizes.layers)]
+    kinds = read_kinds(config, "mlp_layer_types", sizes, plain, (DENSE, SPARSE))
+    differences = [
+        {"window": window, "rope": int(window is not None), "num_heads": count}
+        for window, count in zip(windows, heads, strict=True)
+    ]
+    shared = config.positive("shared_expert_intermediate_size", 512)
+    moe = MoeSpec(
+        num_experts=config.positive("num_experts", 256),
+        top_k=config.positive("num_experts_per_tok", 8),
+        intermediate_size=config.positive("moe_intermediate_size", 512),
+        normalise=True,
+        scoring="sigmoid",
+        correction_bias=True,
+        routed_scaling_factor=config.number("moe_routed_scaling_factor", 1.0),
+        shared=True,
+    )
+    gating = config.value("gating", True)
+    if gating is not True and gating not in ("per-head", "per-element"):
+        config.refuse("gating", gating, "supported: true, per-head, per-element")
+    ropes = read_layer_ropes(
+        config,
+        {
+            FULL: sizes.rope_context(theta=500_000.0, partial=True, partial_rotary_factor=0.5),
+            SLIDING: sizes.rope_context(partial=True),
+        },
+    )
+    bias = config.flag("attention_bias", False)
+    return ModelSpec(
+        layers=tuple(expert_layers(sizes, kinds, shared, differences)),
+        ropes=(ropes[FULL], ropes[SLIDING]),
+        attention_scale=sizes.head_dim**-0.5,
+        moe=moe,
+        qk_norm=True,
+        qkv_bias=bias,
+        output_bias=bias,
+        output_gate=GateSpec("softplus", by_head=gating != "per-element"),
+        layout=CheckpointLayout(renamed=_LAGUNA_NAMES),
+        **read_common(config, sizes),
+    )
+
+
+def _heads_of_layers(config: ConfigReader, sizes: Sizes) -> list[int | None]:
+    """Read the query heads of each layer, None where they are the model's."""
+    key = "num_attention_heads_per_layer"
+    found = config.integers(key) or (sizes.heads,) * sizes.layers
+    if len(found) != sizes.layers:
+        config.refuse(key, config.value(key), f"{sizes.layers} entries are needed, one a layer")
+    for heads in found:
+        if not 0 < heads <= MOST["num_attention_heads"] or heads % sizes.kv_heads:
+            config.refuse(key, heads, f"a multiple of the {sizes.kv_heads} KV heads is needed")
+    return [None if heads == sizes.heads else heads for heads in found]
+
+
 ATTENTION_FAMILIES = (
+    Family("laguna", "LagunaForCausalLM", "laguna", laguna),
     Family(
         "afmoe",
         "AfmoeForCausalLM",

@@ -39,6 +39,7 @@ MOST: dict[str, int] = {
     "num_experts_per_tok": _EXPERTS,
     "num_global_key_value_heads": _HEADS,
     "num_heads": _HEADS,
+    "v_head_dim": _HEAD_DIM,
     "num_hidden_layers": _LAYERS,
     "num_key_value_heads": _HEADS,
     "num_local_experts": _EXPERTS,

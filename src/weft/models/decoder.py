@@ -42,6 +42,7 @@ from weft.models.layers import (
     pre_norm,
     project_qkv,
     project_state,
+    without_padding,
 )
 from weft.models.shard import Shard, shard_range
 from weft.models.spec import AttentionParams, LayerSpec, ModelSpec
@@ -135,7 +136,7 @@ class Decoder:
 
     def _plain_qk_norm(self, kind: LayerSpec) -> Array:
         """Weights [H + Hkv, D] that change nothing, for norms of Q and K without any."""
-        heads = self.spec.num_heads + (0 if kind.kv_source is not None else kind.num_kv_heads)
+        heads = self.spec.heads(kind) + (0 if kind.kv_source is not None else kind.num_kv_heads)
         weight = empty(self._norm, (heads, kind.head_dim))
         weight[:] = 0.0 if self.spec.norm_plus_one else 1.0
         return weight
@@ -338,8 +339,9 @@ class Decoder:
             qkv = fused.pre(residual, *angles[kind.rope])  # [T, H + 2 Hkv, D]
             if kind.kv_source is not None:
                 return qkv, None, None
-            keys = spec.num_heads + kind.num_kv_heads
-            return qkv[:, : spec.num_heads], qkv[:, spec.num_heads : keys], qkv[:, keys:]
+            heads = spec.heads(kind)
+            keys = heads + kind.num_kv_heads
+            return qkv[:, :heads], qkv[:, heads:keys], qkv[:, keys:]
         x = pre_norm(spec, residual, weights.input_norm, self.ops)
         if spec.latent is not None:
             return project_latent(spec, weights, x, angles[kind.rope], self.ops)
@@ -376,6 +378,7 @@ class Decoder:
             ops = replace(ops, ranks=ByRows(ops.ranks))
         if spec.latent is not None and spec.layers[layer].state is None:
             attended = expand_latent(spec, weights, attended, ops)
+        attended = without_padding(spec, attended)
         attended = gated(spec, weights, attended, residual, ops)
         y = ops.linear(attended.reshape(len(attended), -1), weights.output, weights.output_bias)
         y = ops.ranks.sum(y)  # [T, C], or a rank's rows of that

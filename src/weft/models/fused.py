@@ -34,13 +34,15 @@ def fusable(spec: ModelSpec, layer: LayerSpec, fused: Fused, ranks: int = 1) -> 
     """
     if ranks > 1 and (layer.state is not None or spec.qk_norm_whole):
         return False
+    if spec.value_dim is not None and spec.output_gate is not None:
+        return False
     recurrent = layer.state is not None or not layer.has_feed_forward
     if (recurrent or spec.activation in UNGATED) and not fused.mixes:
         return False
     beside_mlp = layer.moe and spec.moe is not None and spec.moe.beside_mlp
     plain = layer.kv_source is None and not (layer.value_is_key or beside_mlp)
     plain = plain and not (spec.value_norm or spec.per_layer_input_size or spec.layer_scalars)
-    plain = plain and spec.activation not in UNGATED
+    plain = plain and spec.activation not in UNGATED and spec.value_dim is None
     plain = plain and spec.pre_norms and spec.residual_scale == 1.0
     plain = plain and not (spec.qk_norm_whole or spec.qk_norm_rotated)
     plain = plain and not (spec.norm_centred or spec.parallel_block)
@@ -85,7 +87,7 @@ def fuse(
     if isinstance(weights.expert_down, HostedExperts) and not ops.fused.hosted:
         return None
     shape = LayerShape(
-        spec.num_heads,
+        spec.heads(layer),
         0 if layer.kv_source is not None else layer.num_kv_heads,
         layer.head_dim,
         spec.norm_eps,
@@ -93,6 +95,8 @@ def fuse(
         spec.activation,
         value_is_key=layer.value_is_key,
         value_norm=spec.value_norm,
+        value_dim=spec.value_dim,
+        value_scale=spec.value_scale,
         qk_norm_whole=spec.qk_norm_whole,
         qk_norm_rotated=spec.qk_norm_rotated,
         residual_scale=spec.residual_scale,

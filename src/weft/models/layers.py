@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.errors import InvariantError
-from weft.kernels.arrays import Array, concatenate, contiguous, times, times_rows
+from weft.kernels.arrays import Array, concatenate, contiguous, empty, times, times_rows
 from weft.kernels.conv import ConvLayer, ConvParts, ConvShape
 from weft.kernels.delta import DeltaLayer, DeltaParts, DeltaShape
 from weft.kernels.hosted import HostedExperts
@@ -155,16 +155,18 @@ def project_qkv(
     dimensions may be strided over T; the head dimension is contiguous.
     """
     tokens = x.shape[0]
-    qkv = ops.linear(x, weights.qkv, weights.qkv_bias).reshape(tokens, -1, layer.head_dim)
-    heads = spec.num_heads
+    qkv = ops.linear(x, weights.qkv, weights.qkv_bias)
+    if spec.value_dim is not None:
+        qkv = _with_whole_values(qkv, layer, spec.value_dim)
+    qkv, heads = qkv.reshape(tokens, -1, layer.head_dim), spec.heads(layer)
     rotated_heads = heads if layer.kv_source is not None else heads + layer.num_kv_heads
     qk = qkv[:, :rotated_heads]  # [T, H + Hkv, D]
     v = qkv[:, heads:rotated_heads] if layer.value_is_key else qkv[:, rotated_heads:]
     if not spec.qk_norm_rotated:
-        qk = _qk_norm(spec, weights, qk, ops)
+        qk = _qk_norm(spec, heads, weights, qk, ops)
     qk = _rotate(spec, layer, qk, angles, ops)
     if spec.qk_norm_rotated:
-        qk = _qk_norm(spec, weights, qk, ops)
+        qk = _qk_norm(spec, heads, weights, qk, ops)
     if layer.kv_source is not None:
         return qk, None, None
     if spec.value_norm:
@@ -172,30 +174,55 @@ def project_qkv(
     return qk[:, :heads], qk[:, heads:], v
 
 
+def _with_whole_values(qkv: Array, layer: LayerSpec, size: int) -> Array:
+    """Return rows of Q, K and V whose heads of V, of ``size``, are as long as those of K.
+
+    Caches have keys and values of one size; what is added is 0.
+    """
+    heads, wide = layer.num_kv_heads, qkv.shape[1]
+    values = qkv[:, wide - heads * size :].reshape(len(qkv), heads, size)
+    rest = empty(qkv, (len(qkv), heads, layer.head_dim - size))
+    rest[:] = 0.0
+    whole = concatenate((values, rest), 2).reshape(len(qkv), heads * layer.head_dim)
+    return concatenate((qkv[:, : wide - heads * size], whole), 1)
+
+
+def without_padding(spec: ModelSpec, attended: Array) -> Array:
+    """Return what was attended [T, H, D], of heads of V's own size, scaled as the model does."""
+    if spec.value_dim is None:
+        return attended
+    return times(contiguous(attended[..., : spec.value_dim]), spec.value_scale)
+
+
 def _rotate(spec: ModelSpec, layer: LayerSpec, qk: Array, angles: Angles, ops: OpTable) -> Array:
     """Rotate the heads of Q and K [T, H + Hkv, D]."""
     if not spec.ropes[layer.rope].query_scales:
         return ops.rope(qk, *angles)
     half = angles[0].shape[1] // 2
-    q, k = qk[:, : spec.num_heads], qk[:, spec.num_heads :]
+    heads = spec.heads(layer)
+    q, k = qk[:, :heads], qk[:, heads:]
     rotated = [ops.rope(q, *(contiguous(part[:, half:]) for part in angles))]
     if k.shape[1]:
         rotated.append(ops.rope(k, *(contiguous(part[:, :half]) for part in angles)))
     return concatenate(rotated, 1)
 
 
-def _qk_norm(spec: ModelSpec, weights: LayerWeights, qk: Array, ops: OpTable) -> Array:
-    """Normalise the heads of Q and K [T, H + Hkv, D], each or all of Q and all of K together."""
+def _qk_norm(spec: ModelSpec, asking: int, weights: LayerWeights, qk: Array, ops: OpTable) -> Array:
+    """Normalise the heads of Q and K [T, H + Hkv, D], each or all of Q and all of K together.
+
+    Args:
+        asking: heads of Q.
+    """
     if weights.qk_norm is None:
         return qk
     if not spec.qk_norm_whole:
         return _norm(spec, qk, weights.qk_norm, ops)
     if ops.ranks.size > 1:
-        sums = ops.ranks.sum(ops.whole_norm.sums(qk, spec.num_heads))  # [T, 2]
+        sums = ops.ranks.sum(ops.whole_norm.sums(qk, asking))  # [T, 2]
         kind = spec.norm_eps, spec.norm_plus_one, ops.ranks.size
-        return ops.whole_norm.by_sums(qk, spec.num_heads, sums, weights.qk_norm, *kind)
+        return ops.whole_norm.by_sums(qk, asking, sums, weights.qk_norm, *kind)
     tokens, heads, size = qk.shape
-    rows, middle = qk.reshape(tokens, heads * size), spec.num_heads * size
+    rows, middle = qk.reshape(tokens, heads * size), asking * size
     parts = [
         _norm(spec, rows[:, part], weights.qk_norm[part], ops)
         for part in (slice(0, middle), slice(middle, None))

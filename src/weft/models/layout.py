@@ -203,26 +203,27 @@ def _mixer(spec: ModelSpec, layer: LayerSpec) -> Iterator[Parameter]:
 
 
 def _attention(spec: ModelSpec, layer: LayerSpec) -> Iterator[Parameter]:
-    hidden, dim = spec.hidden_size, layer.head_dim
-    q_rows, kv_rows = spec.num_heads * dim, layer.num_kv_heads * dim
+    hidden, dim, heads = spec.hidden_size, layer.head_dim, spec.heads(layer)
+    q_rows, kv_rows = heads * dim, layer.num_kv_heads * dim
     parts = [("q_proj", q_rows)]
     if layer.kv_source is None:
         parts.append(("k_proj", kv_rows))
         if not layer.value_is_key:
-            parts.append(("v_proj", kv_rows))
+            parts.append(("v_proj", layer.num_kv_heads * (spec.value_dim or dim)))
     if spec.layout.fused_qkv:
         parts = [("qkv_proj", q_rows + 2 * kv_rows)]
     qkv = _by_halves(spec, layer, stack("qkv", _named("weight", parts), hidden))
     yield _beside_gates(spec, layer, qkv) if spec.layout.gate_in_q else qkv
     if spec.qkv_bias:
         yield _by_halves(spec, layer, stack("qkv_bias", _named("bias", parts)))
-    yield whole("output", "self_attn.o_proj.weight", (hidden, q_rows))
+    attended = heads * (spec.value_dim or dim)
+    yield whole("output", "self_attn.o_proj.weight", (hidden, attended))
     if spec.output_bias:
         yield whole("output_bias", "self_attn.o_proj.bias", (hidden,))
     if spec.output_gate is not None:
-        yield _output_gate(spec, layer, spec.num_heads if spec.output_gate.by_head else q_rows)
+        yield _output_gate(spec, layer, heads if spec.output_gate.by_head else q_rows)
     if layer.sinks:
-        yield whole("sinks", "self_attn.sinks", (spec.num_heads,))
+        yield whole("sinks", "self_attn.sinks", (heads,))
     if spec.qk_norm and spec.qk_norm_weighted:
         yield _by_halves(spec, layer, _qk_norm(spec, layer))
 
@@ -319,8 +320,9 @@ def _beside_gates(spec: ModelSpec, layer: LayerSpec, qkv: Parameter) -> Paramete
 def _of_q(spec: ModelSpec, layer: LayerSpec, first: int) -> Iterator[Piece]:
     """Yield the rows of queries or of gates, which begin at ``first`` of those of each head."""
     dim = layer.head_dim
-    shape = (2 * spec.num_heads * dim, spec.hidden_size)
-    for head in range(spec.num_heads):
+    heads = spec.heads(layer)
+    shape = (2 * heads * dim, spec.hidden_size)
+    for head in range(heads):
         start = 2 * head * dim + first
         part = (slice(start, start + dim),)
         index = (slice(head * dim, (head + 1) * dim),)
@@ -333,11 +335,11 @@ def _qk_norm(spec: ModelSpec, layer: LayerSpec) -> Parameter:
     Where one norm spans all heads of Q and another one those of K, one behind the other.
     """
     if spec.qk_norm_whole:
-        counts = (spec.num_heads, layer.num_kv_heads)
+        counts = (spec.heads(layer), layer.num_kv_heads)
         sizes = [heads * layer.head_dim for heads in counts]
         names = [f"self_attn.{name}.weight" for name in ("q_norm", "k_norm")]
         return stack("qk_norm", list(zip(names, sizes, strict=True)))
-    heads, dim = spec.num_heads, layer.head_dim
+    heads, dim = spec.heads(layer), layer.head_dim
 
     def shape(count: int) -> tuple[int, ...]:
         return (count, dim) if spec.layout.head_norms else (dim,)

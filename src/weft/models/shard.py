@@ -45,6 +45,7 @@ def shard_spec(spec: ModelSpec, size: int) -> ModelSpec:
     layers = tuple(
         replace(
             layer,
+            num_heads=layer.num_heads and layer.num_heads // size,
             num_kv_heads=max(1, layer.num_kv_heads // size),
             intermediate_size=layer.intermediate_size // size,
         )
@@ -62,8 +63,9 @@ def _problem(spec: ModelSpec, size: int) -> str | None:
         return "its recurrent layers keep whole states"
     if spec.latent is not None:
         return "all of its heads read one cached row (MLA)"
-    if spec.num_heads % size:
-        return f"it has {spec.num_heads} heads"
+    for heads in {spec.num_heads, *map(spec.heads, spec.layers)}:
+        if heads % size:
+            return f"it has {heads} heads"
     if spec.vocab_size < size:
         return f"it has {spec.vocab_size} tokens"
     if spec.moe is not None and spec.moe.intermediate_size % size:
@@ -73,7 +75,7 @@ def _problem(spec: ModelSpec, size: int) -> str | None:
             return f"it has {layer.num_kv_heads} KV heads"
         if has_mlp(spec, layer) and layer.intermediate_size % size:
             return f"its MLP is {layer.intermediate_size} wide"
-        inputs = [spec.num_heads * layer.head_dim]
+        inputs = [spec.heads(layer) * (spec.value_dim or layer.head_dim)]
         inputs += [layer.intermediate_size] if has_mlp(spec, layer) else []
         inputs += [spec.moe.intermediate_size] if layer.moe and spec.moe is not None else []
         group = spec.stored_weights.group if spec.stored_weights is not None else None
@@ -118,9 +120,11 @@ def _kept(parameter: Parameter, spec: ModelSpec, shard: Shard) -> tuple[int, lis
             layer = spec.layers[int(prefix.removeprefix("layers."))]
             each = name == "qk_norm" and not spec.qk_norm_whole  # has a row of its own
             unit = 1 if each else layer.head_dim
-            return 0, _heads(spec.num_heads, layer.num_kv_heads, shape[0], unit, shard)
+            units = unit, 1 if each else (spec.value_dim or unit)
+            return 0, _heads(spec.heads(layer), layer.num_kv_heads, shape[0], units, shard)
         case "output_gate" | "sinks":
-            unit, heads = shape[0] // spec.num_heads, shard_range(spec.num_heads, shard)
+            count = spec.heads(spec.layers[int(prefix.removeprefix("layers."))])
+            unit, heads = shape[0] // count, shard_range(count, shard)
             return 0, [range(heads.start * unit, heads.stop * unit)]
         case "up":
             return 0, [shard_range(shape[0], shard)]
@@ -135,17 +139,26 @@ def _kept(parameter: Parameter, spec: ModelSpec, shard: Shard) -> tuple[int, lis
     return 0, []
 
 
-def _heads(heads: int, kv_heads: int, rows: int, unit: int, shard: Shard) -> list[range]:
-    """Rows of Q, then of K and V as far as they are there; ``unit`` rows a head.
+def _heads(
+    heads: int, kv_heads: int, rows: int, units: tuple[int, int], shard: Shard
+) -> list[range]:
+    """Rows of Q, then of K and V as far as they are there.
 
     Ranks that share a KV head have it each.
+
+    Args:
+        units: rows of a head of Q and K, and of V.
     """
+    unit = units[0]
     query, first = shard_range(heads, shard), shard.rank * kv_heads // shard.size
     kept = [range(query.start * unit, query.stop * unit)]
     count = max(1, kv_heads // shard.size)
-    for offset in range(heads * unit, rows, kv_heads * unit):
-        start = offset + first * unit
-        kept.append(range(start, start + count * unit))
+    offset = heads * unit
+    for each in units:
+        if offset < rows:
+            start = offset + first * each
+            kept.append(range(start, start + count * each))
+        offset += kv_heads * each
     return kept
 
 

@@ -162,6 +162,7 @@ class LayerSpec:
     num_kv_heads: int
     head_dim: int
     intermediate_size: int  # 0: it has no MLP
+    num_heads: int | None = None  # query heads, where they are not the model's
     window: int | None = None  # a query at p sees (p - window, p]; None: everything before it
     rope: int = 0  # index into ModelSpec.ropes
     moe: bool = False
@@ -317,6 +318,8 @@ class ModelSpec:
     qk_norm_whole: bool = False  # over all heads of Q and over all of K, in place of one a head
     qk_norm_rotated: bool = False  # after the rotation
     value_norm: bool = False  # V is normalised without a weight
+    value_dim: int | None = None  # numbers of a head of V that are not 0; None: all
+    value_scale: float = 1.0  # multiplies what has been attended, with ``value_dim``
     qkv_bias: bool = False
     output_bias: bool = False
     output_gate: GateSpec | None = None
@@ -341,6 +344,10 @@ class ModelSpec:
     layout: CheckpointLayout = field(default_factory=CheckpointLayout)
     stored_weights: StoredWeights | None = None  # how quantised weights lie in the checkpoint
     stage: PipelineStage = ALL_LAYERS
+
+    def heads(self, layer: LayerSpec) -> int:
+        """Return the query heads of a layer."""
+        return self.num_heads if layer.num_heads is None else layer.num_heads
 
     @property
     def num_layers(self) -> int:

@@ -227,6 +227,8 @@ class Layer:
     activation: int
     value_is_key: bool
     value_norm: bool
+    value_size: int
+    value_scale: float
     qk_norm_whole: bool
     qk_norm_rotated: bool
     residual_scale: float

@@ -132,6 +132,8 @@ void bind_layer(nb::module_& m) {
       .def_rw("scalar", &Layer::scalar)
       .def_rw("value_is_key", &Layer::value_is_key)
       .def_rw("value_norm", &Layer::value_norm)
+      .def_rw("value_size", &Layer::value_size)
+      .def_rw("value_scale", &Layer::value_scale)
       .def_rw("qk_norm_whole", &Layer::qk_norm_whole)
       .def_rw("qk_norm_rotated", &Layer::qk_norm_rotated)
       .def_rw("residual_scale", &Layer::residual_scale)

@@ -24,6 +24,7 @@ class Heads {
     if (layer_.value_is_key) {
       std::memcpy(row + values * bytes_, row + keys * bytes_, layer_.kv_heads * bytes_);
     }
+    if (layer_.value_size > 0) spread(row + values * bytes_);
     const bool each = layer_.qk_norm != nullptr && !layer_.qk_norm_whole;
     if (layer_.qk_norm_whole) {
       normalise(row, 0, keys);
@@ -45,6 +46,16 @@ class Heads {
   }
 
  private:
+  // Moves heads of values, which lie one after the other, to where heads of keys' size begin.
+  void spread(char* values) const {
+    const int64_t bytes = layer_.value_size * size_of(type_);
+    for (int64_t head = layer_.kv_heads - 1; head >= 0; --head) {
+      char* const to = values + head * bytes_;
+      std::memmove(to, values + head * bytes, bytes);
+      std::memset(to + bytes, 0, bytes_ - bytes);
+    }
+  }
+
   // One norm over so many heads.
   void normalise(char* row, int64_t head, int64_t count) const {
     char* const heads = row + head * bytes_;

@@ -67,6 +67,10 @@ struct Layer {
   int64_t heads = 0, kv_heads = 0, head_size = 0;  // no kv_heads: it reads another layer's cache
   bool value_is_key = false;  // values are the keys before their norm and rotation
   bool value_norm = false;    // values are normalised, without a weight
+  // Numbers of a head of values as `qkv` gives them and `output` takes them, which are multiplied
+  // then; caches have heads of keys' size, filled with 0. 0: all are of one size.
+  int64_t value_size = 0;
+  float value_scale = 1;
   float residual_scale = 1;   // multiplies what attention and MLP or experts add
   const Latent* latent = nullptr;  // then qkv gives queries, or their latent, and the row
   // Of a recurrent layer, whose `qkv` gives what the mixer mixes, without norms and rotation of

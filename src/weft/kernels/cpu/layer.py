@@ -94,6 +94,8 @@ class CpuLayer:
         native.head_size = shape.head_dim
         native.value_is_key = shape.value_is_key
         native.value_norm = shape.value_norm
+        native.value_size = shape.value_dim or 0
+        native.value_scale = shape.value_scale
         native.qk_norm_whole = shape.qk_norm_whole
         native.qk_norm_rotated = shape.qk_norm_rotated
         native.residual_scale = shape.residual_scale

@@ -37,7 +37,11 @@ class Post {
     const int64_t dense = items_of(gate_up_), routing = items_of(router_);
     Phases phases;
     if (gate_.matrix == nullptr) add_expansion(phases);
-    phases.add_rounding(output_);
+    if (layer_.value_size == 0) {
+      phases.add_rounding(output_);
+    } else {
+      phases.add_tokens(tokens_, [this](int64_t token) { gather_values(token); });
+    }
     phases.add(output_.items(), [this](int64_t item) { output_.run(kernels_, item); });
     phases.add_tokens(tokens_, [this](int64_t token) { begin(token); });
     phases.add(dense + routing, [this, dense](int64_t item) {
@@ -96,6 +100,17 @@ class Post {
     phases.add(expand_.items(), [this](int64_t item) { expand_.run(kernels_, item); });
   }
 
+  // What the output projection reads of attended heads whose values are shorter than keys.
+  void gather_values(int64_t token) const {
+    const int64_t size = layer_.value_size, bytes = size_of(type_);
+    for (int64_t head = 0; head < layer_.heads; ++head) {
+      kernels_.scale(type_, layer_.value_scale,
+                     attended_.row(token) + head * layer_.head_size * bytes, nullptr,
+                     output_.x.row(token) + head * size * bytes, size);
+    }
+    output_.round_row(token);
+  }
+
   // What the output projection reads: attention times the gate that the layer's input opens.
   void open_gate() {
     const int64_t wide = layer_.output->inputs(), each = wide / gate_.matrix->outputs();
@@ -131,6 +146,9 @@ class Post {
     output_.x = attended_;
     if (layer_.latent != nullptr) {
       output_.x = expand_.out = slices.rows(tokens_, layer_.output->inputs(), type_);
+    }
+    if (layer_.value_size > 0) {
+      output_.x = slices.rows(tokens_, layer_.output->inputs(), type_);
     }
     if (gate_.matrix != nullptr) {
       gate_.x = layer_.input_norm == nullptr ? in_ : slices.rows(tokens_, hidden_, type_);
