@@ -15,13 +15,14 @@ from weft.models.latent_families import LATENT_FAMILIES
 from weft.models.llama_like import LLAMA_LIKE
 from weft.models.llama_variants import LLAMA_VARIANTS
 from weft.models.mamba_families import MAMBA_FAMILIES
+from weft.models.mimo import MIMO
 from weft.models.mistrals import MISTRALS
 from weft.models.moe_families import MOE_FAMILIES
 
 ROWS = (
     *(*LLAMA_LIKE, *LLAMA_VARIANTS, *MISTRALS, *COHERE, *GEMMA),
     *(*MOE_FAMILIES, *ATTENTION_FAMILIES, *HYBRIDS, *LATENT_FAMILIES),
-    *(*KIMI, *CONV_FAMILIES, *MAMBA_FAMILIES),
+    *(*KIMI, *MIMO, *CONV_FAMILIES, *MAMBA_FAMILIES),
 )
 FAMILIES = {row.name: row for row in ROWS}
 
