@@ -24,4 +24,7 @@ def test_logits_are_those_recorded(isa):
         pytest.skip(f"no machine with {isa} has recorded its logits")
     cases = CASES if isa != attention.isas()[0] else FAMILY_CASES.values()
     found = dict(each_hash(isa, cases))
-    assert found == {key: hashes[key] for key in found}
+    known = found.keys() & hashes.keys()
+    assert {key: found[key] for key in known} == {key: hashes[key] for key in known}
+    if new := sorted(found.keys() - known):  # families that came on a machine without this set
+        pytest.skip(f"{len(known)} are those recorded; record {', '.join(new)} on {isa}: golden.py")

@@ -87,8 +87,8 @@ def _step(
         block = tl.load(entry, mask=live, other=0).to(tl.int64)
     else:
         block = tl.load(entry).to(tl.int64)
-    # Codes are always numbers: those that are not to be seen, perhaps of block 0, have no weight.
-    ROWS: tl.constexpr = MASKED and key_scales is None
+    # Integers are numbers: those that are not to be seen, perhaps of block 0, have no weight.
+    ROWS: tl.constexpr = MASKED and keys.dtype.element_ty != tl.int8
     row = (offset * DIM)[:, None]
     at_keys = keys + (block * stride_kb)[:, None] + row
     k = _rows(at_keys + BEFORE + dim, live, dim, VALUE, ROWS)

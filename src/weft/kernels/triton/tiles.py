@@ -32,6 +32,7 @@ MOST_FEW = 8  # tokens of a row, such as drafts to verify, up to which a row is 
 
 _MOST_SUMS = 128  # float32 sums of a thread, which has 255 registers
 _MOST_BUFFERS = 2  # tiles of keys and values that are loaded ahead
+_ONE_BUFFER = 64  # keys beyond which one is: a second program has the shared memory of the other
 _WARP_ROWS = 16  # of a tile: more rows for a warp leave its registers
 _WIDEST_DECODE = 64  # rows of a tile of decodes, unless one KV head has more query heads
 _LATENT_ROWS = 32  # of latent attention: registers hold no more sums, beside all else of a decode
@@ -134,11 +135,11 @@ _BYTE: _Table = {  # converted keys and values are in registers, too
     256: ((32, 8), (64, 32, 8)),
     512: ((16, 8), (32, 16, 8)),
 }
-# Hopper multiplies what is in shared memory, 64 rows at a time.
+# Hopper multiplies what is in shared memory, 64 rows at a time; heads of 128 were measured.
 _HALF_HOPPER: _Table = _HALF | {256: ((32, 4), (128, 32, 8)), 512: ((16, 8), (64, 16, 8))}
 _BYTE_HOPPER: _Table = _BYTE | {
     64: ((64, 4), (128, 64, 8)),
-    128: ((64, 4), (128, 64, 8)),
+    128: ((128, 4), (128, 64, 8)),
 }
 _FLOAT: _Table = {
     16: ((32, 4), (32, 32, 4)),
@@ -353,7 +354,8 @@ def _tile(block_m: int, block_n: int, warps: int, heads: Heads, most: int) -> Ti
     queries and the buffers lie a tile that is being multiplied and one converted.
     """
     beside, loaded = _shared_bytes(heads, block_m, block_n)
-    stages = 1 + 2 * min(_MOST_BUFFERS, max(0, (most - beside - loaded) // loaded))
+    ahead = _MOST_BUFFERS if block_n <= _ONE_BUFFER else 1
+    stages = 1 + 2 * min(ahead, max(0, (most - beside - loaded) // loaded))
     return Tile(block_m, block_n, max(warps, block_m // _WARP_ROWS), stages)
 
 
