@@ -95,7 +95,7 @@ def test_an_idle_engine_measures_itself_and_goes_over_to_slo(tmp_path):
     assert finished == number // 40 > 0
     assert serving.scheduler.policy.name == "slo"
     assert str(path) in serving.choice.describe()
-    assert "interactive: first token in" in serving.choice.describe()
+    assert "interactive: first token in" in serving.choice.describe_with_targets()
     assert not serving.idle()
     serving.answer(10**6)
     assert serving.scheduler.totals.finished == finished + 1

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from local_hub import OTHER, TOKEN, Hub, serving_hub
 from weft.core.errors import ModelNotFoundError
 from weft.models.hub import choose_gguf, resolve_model
 
@@ -36,93 +32,19 @@ GGUF = {
     "Q6_K/m-Q6_K-00001-of-00002.gguf": b"six",
     "Q6_K/m-Q6_K-00002-of-00002.gguf": b"six again",
 }
-MAIN, OTHER = "a" * 40, "b" * 40
-TOKEN = "hf_good"
-KNOWN = ("owner/open", "owner/gated", "owner/bare", "owner/gguf")
-
-
-@dataclass
-class Hub:
-    """What the server saw."""
-
-    url: str
-    paths: list[str] = field(default_factory=list)
-    tokens: set[str | None] = field(default_factory=set)
-
-
-class Handler(BaseHTTPRequestHandler):
-    """The few endpoints that a snapshot download needs."""
-
-    hub: Hub
-
-    def do_GET(self) -> None:
-        self._answer(body=True)
-
-    def do_HEAD(self) -> None:
-        self._answer(body=False)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def _answer(self, *, body: bool) -> None:
-        path = self.path.split("?")[0]
-        self.hub.paths.append(path)
-        token = (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
-        self.hub.tokens.add(token)
-        if "owner/broken" in path:
-            return self._send(500, b"{}", body)
-        if "owner/gated" in path and token != TOKEN:
-            return self._send(403, b"{}", body, {"X-Error-Code": "GatedRepo"})
-        if not any(name in path for name in KNOWN):
-            return self._send(401, b"{}", body, {"X-Error-Code": "RepoNotFound"})
-        return self._repository(path, body)
-
-    def _repository(self, path: str, body: bool) -> None:
-        files = {"README.md": b"# bare"} if "owner/bare" in path else FILES
-        files = GGUF if "owner/gguf" in path else files
-        if path.startswith("/api/models/"):
-            revision = path.split("/revision/")[-1] if "/revision/" in path else "main"
-            commits = {"main": MAIN, "v2": OTHER, MAIN: MAIN, OTHER: OTHER}
-            if "/tree/" in path:
-                return self._send(200, json.dumps([_entry(n, d) for n, d in files.items()]), body)
-            if revision not in commits:
-                return self._send(404, b"{}", body, {"X-Error-Code": "RevisionNotFound"})
-            siblings = [{"rfilename": name} for name in files]
-            info = {"id": "owner/open", "sha": commits[revision], "siblings": siblings}
-            return self._send(200, json.dumps(info), body)
-        commit, name = path.split("/resolve/")[1].split("/", 1)
-        data = files[name]
-        headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": commit}
-        return self._send(200, data, body, headers)
-
-    def _send(
-        self, status: int, data: bytes | str, body: bool, headers: dict[str, str] | None = None
-    ) -> None:
-        data = data.encode() if isinstance(data, str) else data
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        for name, value in (headers or {}).items():
-            self.send_header(name, value)
-        self.end_headers()
-        if body:
-            self.wfile.write(data)
-
-
-def _entry(name: str, data: bytes) -> dict[str, object]:
-    return {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+FILES_OF = {
+    "owner/open": FILES,
+    "owner/gated": FILES,
+    "owner/bare": {"README.md": b"# bare"},
+    "owner/gguf": GGUF,
+}
 
 
 @pytest.fixture
 def hub(monkeypatch) -> Iterator[Hub]:
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Handler.hub = Hub(f"http://127.0.0.1:{server.server_address[1]}")
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield Handler.hub
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving_hub(FILES_OF) as served:
+        yield served
 
 
 def names(folder: Path) -> set[str]:

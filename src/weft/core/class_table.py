@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -57,3 +57,25 @@ def _service_class(name: Any, given: Any, default: ServiceClass | None) -> Servi
         raise ConfigError(f"classes: the new class '{name}' needs a priority.", param="classes")
     base = default or ServiceClass(name, 0)
     return replace(base, **given)
+
+
+def target_words(ttft_s: float | None, tpot_s: float | None) -> str:
+    """Targets in words; empty without any."""
+    first = "" if ttft_s is None else f"first token in {ttft_s:g} s"
+    each = "" if tpot_s is None else f"{1000 * tpot_s:g} ms a token"
+    return ", ".join(filter(None, (first, each)))
+
+
+def describe_targets(classes: Iterable[ServiceClass]) -> str:
+    """The targets of the classes that have any, in words."""
+    return ", ".join(
+        f"{row.name}: {target_words(row.ttft_s, row.tpot_s)}" for row in classes if row.has_target
+    )
+
+
+def describe_classes(classes: Iterable[ServiceClass]) -> str:
+    """The classes in the order in which they are served, with their targets."""
+    return "; ".join(
+        f"{row.name}: {target_words(row.ttft_s, row.tpot_s) or 'best effort'}"
+        for row in sorted(classes, key=lambda row: row.priority)
+    )

@@ -19,6 +19,7 @@ from weft.core.ports import Executor
 from weft.core.resolved import ResolvedConfig
 from weft.core.schedulers import SCHEDULERS, scheduler_name
 from weft.core.settings import format_bytes
+from weft.core.starting import told_at_start
 from weft.core.topology import this_machine
 from weft.cost.fit import Fitted
 from weft.engine.channel import Task
@@ -239,6 +240,8 @@ def build_engine(
         model, resolved = resolve_settings(config, returning_bytes, halves=True)
         resolved = halves.applied(resolved)
     check_host_memory(config, model, resolved)
+    size = format_bytes(model.facts.weight_bytes)
+    told_at_start(f"loading {config.model} in {model.dtype}: {size} of weights")
     for line in predicted_lines(config, model, device_name(model.device)):
         notice(line)
     if resolved.limited_by_memory:

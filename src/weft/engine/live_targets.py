@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from weft.core.class_table import describe_targets
 from weft.core.errors import ConfigError, NoTargetsError, WeftError
 from weft.core.logs import notice
 from weft.engine.self_profile import PolicyChoice
@@ -11,7 +12,7 @@ from weft.ring.target_board import TargetBoard, TargetChange
 from weft.sched.policy_slo import SLOPolicy
 from weft.sched.resources import Resources
 from weft.sched.scheduler import Scheduler
-from weft.sched.targets import TargetSettings, describe_targets
+from weft.sched.targets import TargetSettings
 
 logger = logging.getLogger("weft")
 

@@ -41,6 +41,7 @@ from weft.core.process import (
     set_process_title,
 )
 from weft.core.schedulers import POLICIES
+from weft.core.starting import SHOWN, show_start
 from weft.core.types import ServiceClass
 from weft.engine.compiling import CompilingInbox
 from weft.engine.forkserver import import_engine, limit_memory, serve_forks
@@ -100,6 +101,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--parent", type=int)
     parser.add_argument("--beat-s", type=float, default=BEAT_S)
     parser.add_argument("--standby", action="store_true")
+    parser.add_argument("--first", choices=SHOWN)  # of its parent; says what a user sees of it
     parser.add_argument("--returning-bytes", type=int, default=0)
     parser.add_argument("--since", type=float, default=time.monotonic())
     parser.add_argument("--fork-for", type=int)
@@ -118,6 +120,7 @@ def _run(options: argparse.Namespace) -> NoReturn:
     try:
         config = EngineConfig.from_mapping(orders.settings)
         set_up_logs("engine", log_level(config.log_level), config.log_format)
+        show_start(options.first, bars=config.log_format == "text")
         patience_s = STANDBY_PATIENCE_S if options.standby else 0.0
         engine, choice, served = _build(config, options, patience_s, laps)
         _tell(report, {"served": served})
@@ -294,12 +297,12 @@ def _measured(choice: PolicyChoice | None, engine: Engine, loop: EngineLoop) -> 
         return False
     if engine.writes_weights() or engine.has_unsaved_prefixes():
         return False
-    before = choice.describe()
+    before = choice.describe_with_targets()
     scheduler = choice.idle(engine.scheduler, engine.executor)
     if scheduler is None:
         return False
     loop.scheduler = engine.scheduler = scheduler
-    if (after := choice.describe()) != before:
+    if (after := choice.describe_with_targets()) != before:
         notice(after)
     return True
 

@@ -20,6 +20,7 @@ from weft.core.errors import EngineDeadError, EngineOutOfMemoryError, WeftError
 from weft.core.memory import MemoryKills
 from weft.core.process import Process, describe_exit, start_child
 from weft.core.served import ServedModel
+from weft.core.starting import has_bars
 from weft.engine.forkserver import MEMORY_SETTINGS, ForkServer
 from weft.engine.links import EngineLinks
 from weft.ring.client import RingClient
@@ -55,18 +56,20 @@ class EngineProcess:
         start: Starter = start_child,
         *,
         returning_bytes: int = 0,
+        shown: str | None = None,
     ) -> EngineProcess:
         """Start it; it builds the engine, and touches the rings in ``wait_until_ready``.
 
         Args:
             returning_bytes: memory in use that the engine will have.
+            shown: what users see of its start; see ``weft.core.starting``.
 
         Raises:
             EngineDeadError: there can be no other process.
         """
         with _Pipes() as pipes:
             command = [sys.executable, "-m", "weft.engine.process", *_arguments(links)]
-            command += ["--returning-bytes", str(returning_bytes)]
+            command += ["--returning-bytes", str(returning_bytes), *_showing(shown)]
             try:
                 process = start(
                     [*command, "--report", str(pipes.report)],
@@ -89,6 +92,7 @@ class EngineProcess:
         standby: bool = False,
         returning_bytes: int = 0,
         patience_s: float | None = None,
+        shown: str | None = None,
     ) -> EngineProcess:
         """As ``start``, but let the fork server start it.
 
@@ -98,7 +102,7 @@ class EngineProcess:
             patience_s: with a fork server that is not ready yet.
         """
         arguments = [*_arguments(links), "--returning-bytes", str(returning_bytes)]
-        arguments += ["--standby"] * standby
+        arguments += ["--standby"] * standby + _showing(shown)
         with _Pipes() as pipes:
             process = await server.fork(arguments, pipes.orders, pipes.report, patience_s)
             return cls._told(process, pipes, settings)
@@ -160,6 +164,11 @@ class EngineProcess:
         return self.process.wait()
 
 
+def _showing(shown: str | None) -> list[str]:
+    """The arguments by which an engine shows its start."""
+    return [] if shown is None else ["--first", shown]
+
+
 def _arguments(links: EngineLinks) -> list[str]:
     parent, since = str(os.getpid()), str(time.monotonic())
     return ["--parent", parent, "--since", since, *links.arguments()]
@@ -214,7 +223,8 @@ class RemoteEngine:
         ring = self._ring = ring_of(EngineConfig.from_mapping(settings))
         # A program that computes what it has needs no targets kept, nor an engine busy while idle.
         given = {"scheduler": "fcfs", **settings}
-        self._process = EngineProcess.start(given, EngineLinks([ring]))
+        shown = "bars" if has_bars() else None
+        self._process = EngineProcess.start(given, EngineLinks([ring]), shown=shown)
         try:
             meanwhile()
             self.served = self._process.wait_until_ready()

@@ -77,7 +77,8 @@ class Reserve:
         """The standby if there is one, else an engine that has just been started.
 
         Args:
-            patience_s: with a fork server that has to be started first.
+            patience_s: with a fork server that has to be started first; None: this is the first
+                engine, whose start users see.
 
         Raises:
             EngineDeadError: there can be no engine at present.
@@ -88,14 +89,14 @@ class Reserve:
                 return spare
             spare.stop()
         kept = 0 if self._links.kv is None else used_bytes(self._links.kv)
+        how: dict[str, Any] = {"returning_bytes": kept}
+        how["shown"] = "lines" if patience_s is None else None
         if not self._forking:
-            return EngineProcess.start(
-                self.settings, self._links, self._start, returning_bytes=kept
-            )
+            return EngineProcess.start(self.settings, self._links, self._start, **how)
         if self._forks is None or not self._forks.soon:
             self._drop_forks()
             self._forks = self._fork_server(background=False)
-        return await self._fork(self._forks, patience_s=patience_s, returning_bytes=kept)
+        return await self._fork(self._forks, patience_s=patience_s, **how)
 
     async def keep(self, active: EngineProcess) -> None:
         """Start again what is missing. To be called while an engine serves.

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weft.core.class_table import describe_targets
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, ProfileError
 from weft.core.plan import StepPlan
@@ -32,7 +33,7 @@ from weft.sched.policy_slo import SLOPolicy
 from weft.sched.registry import compose, make_policy
 from weft.sched.resources import Resources
 from weft.sched.scheduler import Scheduler
-from weft.sched.targets import TargetSettings, describe_targets
+from weft.sched.targets import TargetSettings
 
 if TYPE_CHECKING:
     from weft.engine.build import Engine
@@ -256,10 +257,14 @@ class PolicyChoice:
             return None
 
     def describe(self) -> str:
-        """The policy, the reason and the targets, in one sentence."""
-        kept = f"; targets: {describe_targets(self.classes)}" if self.policy == "slo" else ""
+        """The policy and the reason, in one sentence."""
         host = f"; {self.host_costs}" if self.host_costs else ""
-        return f"scheduling by {self.policy}, as {self.reason}{host}{kept}"
+        return f"scheduling by {self.policy}, as {self.reason}{host}"
+
+    def describe_with_targets(self) -> str:
+        """The same with the targets that the policy keeps."""
+        kept = f"; targets: {describe_targets(self.classes)}" if self.policy == "slo" else ""
+        return self.describe() + kept
 
 
 def choose_policy(config: EngineConfig, engine: Engine) -> PolicyChoice:

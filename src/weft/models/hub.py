@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from weft.core.errors import ModelNotFoundError
+from weft.core.starting import bar_class, told_at_start
 from weft.models.weight_files import SUFFIX, is_gguf, is_later_part, part_names, split_files
 
 BUILTIN = "builtin"
@@ -147,9 +150,9 @@ def _with_config(folder: Path, name: str) -> Path:
 
 def _listed(repository: str, name: str, options: dict[str, Any]) -> list[str]:
     """Return the names of a repository's GGUF models; offline, of those that are kept."""
-    from huggingface_hub import HfApi, constants
+    from huggingface_hub import HfApi
 
-    if options["local_files_only"] or constants.HF_HUB_OFFLINE:
+    if _is_offline(options):
         folder = _download(repository, options, name=name, patterns=[NOTHING])
         files = [path.relative_to(folder).as_posix() for path in folder.rglob(f"*{SUFFIX}")]
     else:
@@ -176,18 +179,45 @@ def _download(
 
     ignored = IGNORED if patterns is None else None
     allowed = list(ALLOWED if patterns is None else patterns)
-    with _refused(name or repository, options):
-        return Path(
-            snapshot_download(
-                repository, allow_patterns=allowed, ignore_patterns=ignored, **options
-            )
-        )
+    fetch = partial(snapshot_download, repository, allow_patterns=allowed, ignore_patterns=ignored)
+    with _refused(name or repository, options), _without_warnings():
+        if not _is_offline(options) and not _is_kept(fetch, options):
+            told_at_start(f"downloading {name or repository} from the hub")
+        return Path(fetch(tqdm_class=bar_class(), **options))
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """What the hub's library warns of, such as patterns that match nothing, is told by errors."""
+    logger = logging.getLogger("huggingface_hub")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _is_offline(options: Mapping[str, Any]) -> bool:
+    from huggingface_hub import constants
+
+    return bool(options["local_files_only"] or constants.HF_HUB_OFFLINE)
+
+
+def _is_kept(fetch: Callable[..., Any], options: Mapping[str, Any]) -> bool:
+    """Whether the cache has a snapshot with these files, newest or not."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        fetch(**{**options, "local_files_only": True})
+    except LocalEntryNotFoundError:
+        return False
+    return True
 
 
 @contextmanager
 def _refused(name: str, options: dict[str, Any]) -> Iterator[None]:
     """Turn what the hub's library raises into one sentence that says what to do."""
-    from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,
@@ -213,7 +243,7 @@ def _refused(name: str, options: dict[str, Any]) -> Iterator[None]:
         why = f"has no revision '{options['revision']}'; give a branch, tag or commit that exists"
         raise ModelNotFoundError(f"model '{name}' {why}") from error
     except LocalEntryNotFoundError as error:
-        if options["local_files_only"] or constants.HF_HUB_OFFLINE:
+        if _is_offline(options):
             why = "is not in the local cache and offline mode is on; download it once while online"
         else:
             why = "is not cached and the hub cannot be reached; check the network or give a folder"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.errors import CheckpointError, short
+from weft.core.starting import progress_bar, told_at_start
 from weft.kernels.arrays import numpy_dtype
 from weft.kernels.interface import OpTable
 from weft.kernels.quantized import stacked
@@ -91,6 +93,8 @@ def load_model(
             needed = tuple(p for p in cut(parameters(own), own, shard) if wanted(p.name))
             weights = kept.find(path, weight_files(path), needed, shard, dtype, ops.packed, stage)
         if weights is None:
+            if kept is not None and ops.packed is not None:
+                told_at_start("packing the weights for this CPU; later starts map the packed file")
             with ExitStack() as files:
                 checkpoint = Checkpoint(path, spec, files, shard, None if own is spec else own)
                 weights = checkpoint.load(dtype, ops, rounding, wanted)
@@ -159,8 +163,22 @@ class Checkpoint:
         """Return every wanted parameter by name, converted to ``dtype``, then packed."""
         if ops.names["paged_attention"] == "triton":
             self._chunk_bytes = DEVICE_CHUNK_BYTES
+        chosen = [one for one in self._parameters if wanted(one.name)]
+        sizes = [2 * math.prod(one.shape) for one in chosen]  # as if all were stored in 16 bits
+        with progress_bar("loading weights", sum(sizes)) as done:
+            return self._load(dtype, ops, rounding, zip(chosen, sizes, strict=True), done)
+
+    def _load(
+        self,
+        dtype: str,
+        ops: OpTable,
+        rounding: Callable[[str], Storage | None],
+        chosen: Iterable[tuple[Parameter, int]],
+        done: Callable[[int], Any],
+    ) -> dict[str, Any]:
+        """As ``load``; ``done`` gets the size of each parameter that is."""
         weights, changed = {}, {}
-        for parameter in filter(lambda one: wanted(one.name), self._parameters):
+        for parameter, size in chosen:
             name = parameter.name
             if name == "embed" and self._spec.tied_embeddings:
                 name = "lm_head"
@@ -180,6 +198,7 @@ class Checkpoint:
             weights[parameter.name] = found
             if stored is not None and storage is None and kept != stored:
                 changed[str(stored)] = dtype if kept is None else str(kept)
+            done(size)
         integers = ops.computes(Storage(8, None))
         for was, becomes in changed.items():
             logger.warning(

@@ -59,23 +59,6 @@ class TargetSettings:
         return with_derived_targets(resources, with_targets(self.classes), cost, self.interactivity)
 
 
-def describe_targets(classes: Seq[ServiceClass]) -> str:
-    """The targets of the classes that have any, in words."""
-    return ", ".join(
-        f"{row.name}: "
-        + ", ".join(
-            words
-            for target, words in (
-                (row.ttft_s, f"first token in {row.ttft_s or 0:g} s"),
-                (row.tpot_s, f"{1000 * (row.tpot_s or 0):g} ms a token"),
-            )
-            if target is not None
-        )
-        for row in classes
-        if row.has_target
-    )
-
-
 def idle_step_s(cost: CostModel, limits: Limits, ttft_s: float) -> float:
     """Seconds that a step of best effort may take while a latency-sensitive request may arrive.
 

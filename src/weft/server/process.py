@@ -21,12 +21,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from weft.api import ModelCard
+from weft.core.class_table import describe_classes
 from weft.core.errors import ModelChangedError, RingLinkError, RingRefusedError, WeftError
 from weft.core.logs import log_level, notice, set_up_logs
 from weft.core.process import (
@@ -140,20 +141,9 @@ def _serve(
             if isinstance(ring, RingAccess):
                 notice(f"serving {served.name} on {address}{by}, with the engine at {ring.address}")
                 return
+            for line in _about(served):
+                notice(line)
             notice(f"serving {served.name} on {address}{by}{isa}")
-            if served.threads:
-                notice(served.threads)
-            if served.kept_weights:
-                size = format_bytes(served.weight_bytes)
-                notice(f"weights {KEPT_WEIGHTS[served.kept_weights]} ({size})")
-            lines = (served.host_attention, served.host_costs, served.kv_disk, served.halves)
-            for line in (*served.stages, *lines):
-                if line:
-                    notice(line)
-            if served.scheduling:
-                notice(served.scheduling)
-            if served.started:
-                notice(f"the engine was {served.started}")
 
     try:
         run_server(
@@ -173,6 +163,25 @@ def _serve(
         client.leave()
     if client.model_change is not None:
         raise client.model_change
+
+
+def _about(served: ServedModel) -> Iterator[str]:
+    """What an operator wants to see of a server at its start, a line each."""
+    if served.threads:
+        yield served.threads
+    if served.kept_weights:
+        size = format_bytes(served.weight_bytes)
+        yield f"weights {KEPT_WEIGHTS[served.kept_weights]} ({size})"
+    tokens = served.block_size * min(served.kv_blocks.values(), default=0)
+    yield (
+        f"KV cache of {format_bytes(served.kv_memory)} in {served.kv_dtype}: {tokens} tokens; up "
+        f"to {served.max_num_seqs} sequences at once, of up to {served.max_model_len} tokens"
+    )
+    lines = (served.host_attention, served.host_costs, served.kv_disk, served.halves)
+    yield from filter(None, (*served.stages, *lines, served.scheduling))
+    yield f"classes: {describe_classes(served.classes)}"
+    if served.started:
+        yield f"the engine was {served.started}"
 
 
 def meet_ring(ring: RingFds | RingAccess, board: Board, every_s: float) -> RingClient:
