@@ -30,6 +30,7 @@ On the command line a setting is a flag (`--max-model-len 4096`; true and false 
 `--no-name`). In a file for `--config` it is a key (`max_model_len: 4096`). In Python it is an
 argument of `LLM(...)` or `SamplingParams(...)`. A flag wins over the file. *unset* means that weft
 decides from model and machine, or, for sampling, that the model's `generation_config.json` does.
+Names in bold are the settings of every day: `--help` shows these, `--help-all` shows all.
 """
 
 CLASSES = """
@@ -46,7 +47,8 @@ def row(declared: Setting) -> str:
     """One line of a table."""
     default = "unset" if declared.optional else f"`{default_of(declared)}`"
     kind = f"{declared.kind}, {declared.bounds()}" if declared.bounds() else declared.kind
-    return f"| `{declared.name}` | {kind} | {default} | {declared.help} |"
+    name = f"**`{declared.name}`**" if declared.everyday else f"`{declared.name}`"
+    return f"| {name} | {kind} | {default} | {declared.help} |"
 
 
 def default_of(declared: Setting) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 try:
     import argparse
+    import importlib
     import io
     import json
     import logging
@@ -17,26 +18,51 @@ try:
     from weft import __version__
     from weft.core.config import EngineConfig
     from weft.core.errors import ConfigError, ParameterError, WeftError, suggest
-    from weft.core.flags import add_setting, add_settings, given_settings
-    from weft.core.logs import log_level
-    from weft.core.settings import settings_of
+    from weft.core.flags import (
+        HELP_ALL,
+        add_model,
+        add_server,
+        add_setting,
+        add_settings,
+        given_settings,
+        hide_rare,
+        named_model,
+    )
+    from weft.core.logs import NOTICES, log_level
+    from weft.core.settings import Setting, settings_of
     from weft.core.types import SamplingParams
 except KeyboardInterrupt:  # Ctrl-C before main() can catch it
     raise SystemExit(130) from None
 
-_OF_GENERATE = "[PROMPT | --file FILE] [settings]"
+_OF_GENERATE = "[MODEL] [PROMPT | --file FILE] [settings]"
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 EARLY = {  # processes that a command starts first
     "serve": ("weft.engine.process", "weft.server.process"),
     "frontend": ("weft.server.process",),
 }
-CHAT_SAMPLING = ("temperature", "top_p", "max_tokens", "seed", "stop")
+Declare = Callable[[argparse.ArgumentParser], None]
+CHOICE = r"argument [^:]+: invalid choice: '(.*)' \(choose from (.*)\)"  # as argparse says it
+HELPS = {"-h", "--help", HELP_ALL}
+INTRODUCTION = """weft serves large language models on a machine of your own.
+
+  weft serve Qwen/Qwen3-0.6B    fetch a model and serve it on http://127.0.0.1:8000
+  weft serve ./model.gguf       serve a file, or a folder, that you have
+  weft chat                     talk to the model that is served
+  weft status                   what a running server does
+  weft models                   the models on this machine; fetch and remove some
+  weft doctor                   check this machine, and say what to do
+
+'weft --help' lists all commands, 'weft COMMAND --help' the settings of one.
+"""
 
 
 class _Parser(argparse.ArgumentParser):
     """An argument parser that answers a mistake with one sentence and names the nearest flag."""
 
     def error(self, message: str) -> NoReturn:
+        if wrong := re.match(CHOICE, message):
+            word, known = wrong[1], re.findall(r"[^', ]+", wrong[2])
+            message = f"unknown word '{word}'.{suggest(word, known)} Known: {', '.join(known)}"
         sentence = re.sub(r"^argument [^:]+: (?=\S+ must be )", "", message)
         sentence = sentence if sentence.endswith((".", "?", "!")) else f"{sentence}."
         self.exit(EXIT_USAGE, f"weft: {sentence} See '{self.prog} --help'.\n")
@@ -60,12 +86,18 @@ def main(arguments: Seq[str] | None = None) -> NoReturn:
     chosen = next((word for word in words if not word.startswith("-")), None)
     start = None
     try:
-        if arguments is None and chosen in EARLY and not {"-h", "--help"} & set(words):
+        if arguments is None and chosen in EARLY and not HELPS & set(words):
             from weft.core.early import fork_early
 
             start = fork_early(EARLY[chosen][: 1 if "--engine-only" in words else 2])
         _set_up_output()
-        options = vars(_parser(chosen, first=words[:1] == [chosen]).parse_args(words))
+        if not words:
+            print(INTRODUCTION, end="")
+            sys.exit(0)
+        parser = command_line(chosen, first=words[:1] == [chosen])
+        if HELP_ALL not in words:
+            hide_rare(parser)
+        options = vars(parser.parse_args(words))
         options["start"] = start
         run = options.pop("run")
         options.pop("parser")
@@ -84,6 +116,7 @@ def main(arguments: Seq[str] | None = None) -> NoReturn:
 def _set_up_output() -> None:
     """Log as the environment says; write what the terminal's encoding lacks as escapes."""
     logging.basicConfig(level=log_level().upper(), format="weft: %(message)s")
+    logging.getLogger(NOTICES).setLevel(logging.INFO)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -91,13 +124,16 @@ def _set_up_output() -> None:
 # -- flags from declarations --------------------------------------------------------------------
 
 
-def _parser(chosen: str | None, *, first: bool) -> _Parser:
+def command_line(
+    chosen: str | None, *, first: bool = False, whole: bool = False
+) -> argparse.ArgumentParser:
     """The parser of all commands; only that of the chosen one knows its arguments.
 
     Declaring those of all takes several times as long as all else before a server starts.
 
     Args:
         first: nothing is before the chosen one, so that no other one will be asked for.
+        whole: the parsers of all commands know their arguments.
     """
     parser = _Parser(prog="weft", description="Serve and run large language models.")
     parser.add_argument("--version", action="version", version=f"weft {__version__}")
@@ -107,54 +143,99 @@ def _parser(chosen: str | None, *, first: bool) -> _Parser:
         declare, text, usage = known[name]
         shown = None if usage is None else f"weft {name} {usage}"
         command = commands.add_parser(name, help=text, usage=shown)
-        if name == chosen:
+        if whole or name == chosen:
             declare(command)
     return parser
 
 
-def _commands() -> dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, str | None]]:
+def _commands() -> dict[str, tuple[Declare, str, str | None]]:
     """What declares the arguments of each command, its line of help, and its usage."""
     return {
         "serve": (_serve_args, "serve a model over HTTP with OpenAI's API", "[MODEL] [settings]"),
-        "frontend": (
-            _frontend_args,
-            "serve HTTP for an engine on another machine",
-            "--ring HOST:PORT [--ring-key-file FILE] [settings]",
+        "chat": (
+            _chat_args,
+            "talk to a server in the terminal",
+            "[MODEL] [--url URL] [settings]",
         ),
-        "chat": (_chat_args, "talk to a server in the terminal", "[--url URL] [settings]"),
-        "bench": (_bench_args, "measure a server, an engine or its kernels", None),
-        "sim": (_sim_args, "run a scheduler on simulated hardware", "[settings]"),
+        "status": (
+            _of_module("weft.status_command"),
+            "show what a running server does",
+            "[--url URL] [--json]",
+        ),
+        "models": (
+            _of_module("weft.models_command"),
+            "list, fetch and remove models, and say which fit",
+            None,
+        ),
+        "doctor": (
+            _of_module("weft.doctor_command"),
+            "check this machine, and say what to do",
+            "[--port PORT] [--json]",
+        ),
+        "generate": (_generate_args, "generate text from a prompt or a file", _OF_GENERATE),
+        "info": (_info_args, "show model, memory, and the kernel of each op", "[MODEL] [settings]"),
         "batch": (
             _batch_args,
             "answer a file of requests in OpenAI's batch format",
             "INPUT -o OUTPUT [--url URL ...] [settings]",
         ),
-        "batches": (_batches_args, "submit, follow and fetch batches of a running server", None),
-        "generate": (_generate_args, "generate text from a prompt or a file", _OF_GENERATE),
+        "batches": (
+            _of_module("weft.batch.commands"),
+            "submit, follow and fetch batches of a running server",
+            None,
+        ),
+        "bench": (_bench_args, "measure a server, an engine or its kernels", None),
         "profile": (
             _profile_args,
             "measure what steps cost here, for schedulers that plan by time",
-            "[--profile FILE] [--tune --tuning FILE] [settings]",
+            "[MODEL] [--profile FILE] [--tune --tuning FILE] [settings]",
         ),
         "compile": (
             _compile_args,
             "compile the kernels of a model for a GPU, which need not be here",
             "[MODEL] [--target GPU] [settings]",
         ),
+        "cache": (
+            _of_module("weft.packed_command"),
+            "show or remove packed weights that are kept",
+            None,
+        ),
+        "frontend": (
+            _of_module("weft.frontend"),
+            "serve HTTP for an engine on another machine",
+            "--ring HOST:PORT [--ring-key-file FILE] [settings]",
+        ),
         "attend": (
             _attend_args,
             "attend on this machine for best effort that an engine elsewhere serves",
             "--listen HOST:PORT [--key-file FILE] [settings]",
         ),
-        "cache": (_cache_args, "show or remove packed weights that are kept", None),
-        "models": (_models_args, "list the models that lie on this machine already", None),
-        "info": (_info_args, "show model, memory, and the kernel of each op", "[MODEL] [settings]"),
+        "sim": (_sim_args, "run a scheduler on simulated hardware", "[settings]"),
+        "completion": (
+            _of_module("weft.completion_command"),
+            "print what completes weft's commands and flags in a shell",
+            "bash|zsh|fish|tcsh",
+        ),
     }
+
+
+def _of_module(name: str) -> Declare:
+    """Declares what a module does: its ``add_arguments``."""
+
+    def declare(parser: argparse.ArgumentParser) -> None:
+        importlib.import_module(name).add_arguments(parser)
+
+    return declare
 
 
 def _generate_args(generate: argparse.ArgumentParser) -> None:
     generate.set_defaults(run=_generate, parser=generate)
-    generate.add_argument("prompt", nargs="?", help="the text to continue")
+    generate.add_argument(
+        "words",
+        nargs="*",
+        metavar="[MODEL] PROMPT",
+        help="the text to continue; before it the model, as for weft serve",
+    )
     generate.add_argument(
         "--file", metavar="FILE", help='JSON lines: a text, or {"prompt": ..., sampling settings}'
     )
@@ -166,14 +247,9 @@ def _generate_args(generate: argparse.ArgumentParser) -> None:
     add_settings(generate, "sampling", SamplingParams, there=settings_of(EngineConfig))
 
 
-def _models_args(models: argparse.ArgumentParser) -> None:
-    models.set_defaults(run=_models, parser=models)
-    models.add_argument("--json", action="store_true", help="print JSON")
-
-
 def _info_args(info: argparse.ArgumentParser) -> None:
     info.set_defaults(run=_info, parser=info)
-    info.add_argument("named", nargs="?", metavar="MODEL", help="as --model MODEL")
+    add_model(info)
     info.add_argument("--json", action="store_true", help="print JSON")
     info.add_argument("--config", metavar="FILE", help="YAML file with the same names")
     add_settings(info, "engine", EngineConfig)
@@ -181,29 +257,28 @@ def _info_args(info: argparse.ArgumentParser) -> None:
 
 def _serve_args(serve: argparse.ArgumentParser) -> None:
     serve.set_defaults(run=_serve, parser=serve)
-    serve.add_argument("named", nargs="?", metavar="MODEL", help="as --model MODEL")
+    add_model(serve)
     serve.add_argument("--config", metavar="FILE", help="YAML file with the same names")
     from weft.server.options import ServerOptions
 
-    add_settings(serve, "server", ServerOptions)
     add_settings(serve, "engine", EngineConfig)
-
-
-def _frontend_args(frontend: argparse.ArgumentParser) -> None:
-    from weft.frontend import add_arguments, run_command
-
-    frontend.set_defaults(run=run_command, parser=frontend)
-    add_arguments(frontend)
+    add_settings(serve, "server", ServerOptions)
 
 
 def _chat_args(chat: argparse.ArgumentParser) -> None:
     chat.set_defaults(run=_chat, parser=chat)
-    _add_server(chat)
-    chat.add_argument("--model", help="name of the model; the server's first one by default")
+    named = "name of the model; the server's first one by default"
+    chat.add_argument("named", nargs="?", metavar="MODEL", help=named)
+    add_server(chat)
+    chat.add_argument("--model", default=argparse.SUPPRESS, help="the same")
     chat.add_argument("--system", help="the system message")
     group = chat.add_argument_group("sampling settings")
-    for name in CHAT_SAMPLING:
-        add_setting(group, settings_of(SamplingParams)[name])
+    for declared in _chat_sampling():
+        add_setting(group, declared)
+
+
+def _chat_sampling() -> list[Setting]:
+    return [declared for declared in settings_of(SamplingParams).values() if declared.everyday]
 
 
 def _batch_args(batch: argparse.ArgumentParser) -> None:
@@ -219,51 +294,17 @@ def _batch_args(batch: argparse.ArgumentParser) -> None:
     add_settings(batch, "engine", EngineConfig)
 
 
-def _batches_args(batches: argparse.ArgumentParser) -> None:
-    kinds = batches.add_subparsers(
-        dest="kind", required=True, metavar="list|submit|follow|cancel|fetch"
-    )
-    for name, text, usage in (
-        ("list", "show the newest batches", ""),
-        ("submit", "upload a file of requests and create a batch of it", " FILE"),
-        ("follow", "show the progress of a batch until it has ended", " ID"),
-        ("cancel", "end a batch; what is answered is kept", " ID"),
-        ("fetch", "write results and errors of a batch into files", " ID"),
-    ):
-        parser = kinds.add_parser(name, help=text, usage=f"weft batches {name}{usage} [settings]")
-        parser.set_defaults(run=_batches, parser=parser)
-        if usage == " ID":
-            parser.add_argument("id", help="id of the batch")
-        _add_server(parser)
-        add = parser.add_argument
-        if name == "list":
-            add("--limit", type=int, default=20, metavar="N", help="batches at most (default 20)")
-        elif name == "submit":
-            add("file", help="JSON lines, each with custom_id, method, url and body")
-            add("--window", default="24h", help="time until it has to be done (default 24h)")
-            add("--endpoint", help="url of all lines; that of the first line by default")
-            add("--follow", action="store_true", help="show its progress until it has ended")
-        elif name == "fetch":
-            add("-o", dest="output", metavar="FILE", help="file for the results; ID.jsonl without")
-            add("--force", action="store_true", help="replace files that are there")
-
-
-def _add_server(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="address of the server")
-    parser.add_argument(
-        "--api-key",
-        default=os.environ.get("OPENAI_API_KEY"),
-        help="the server's key; OPENAI_API_KEY by default",
-    )
-
-
 def _bench_args(bench: argparse.ArgumentParser) -> None:
     from weft.bench_command import BENCHES
 
     kinds = bench.add_subparsers(dest="kind", required=True, metavar="|".join(BENCHES))
     for name, (declared, run, text) in BENCHES.items():
-        parser = kinds.add_parser(name, help=text, usage=f"weft bench {name} [settings]")
+        takes = any("model" in settings_of(declared_by) for declared_by in declared.values())
+        usage = f"weft bench {name} {'[MODEL] ' * takes}[settings]"
+        parser = kinds.add_parser(name, help=text, usage=usage)
         parser.set_defaults(run=run, parser=parser)
+        if takes:
+            add_model(parser)
         parser.add_argument("--config", metavar="FILE", help="YAML file with the same names")
         for title, declared_by in declared.items():
             add_settings(parser, title, declared_by)
@@ -274,6 +315,7 @@ def _profile_args(profile: argparse.ArgumentParser) -> None:
     from weft.profile_command import run_profile
 
     profile.set_defaults(run=run_profile, parser=profile)
+    add_model(profile)
     profile.add_argument("--config", metavar="FILE", help="YAML file with the same names")
     add_settings(profile, "profile", ProfileOptions)
     add_settings(profile, "engine", EngineConfig)
@@ -283,7 +325,7 @@ def _compile_args(command: argparse.ArgumentParser) -> None:
     from weft.compile_command import run_compile
 
     command.set_defaults(run=run_compile, parser=command)
-    command.add_argument("named", nargs="?", metavar="MODEL", help="as --model MODEL")
+    add_model(command)
     command.add_argument(
         "--target",
         default=argparse.SUPPRESS,
@@ -303,14 +345,6 @@ def _attend_args(attend: argparse.ArgumentParser) -> None:
     add_settings(attend, "place", PlaceOptions)
 
 
-def _cache_args(cache: argparse.ArgumentParser) -> None:
-    kinds = cache.add_subparsers(dest="kind", required=True, metavar="list|clear")
-    for name, text in (("list", "show them, last used first"), ("clear", "remove them")):
-        parser = kinds.add_parser(name, help=text)
-        parser.set_defaults(run=_cache, parser=parser, model=None)
-    parser.add_argument("--model", help="only those of this folder, GGUF file or hub id")
-
-
 def _sim_args(sim: argparse.ArgumentParser) -> None:
     sim.set_defaults(run=_sim, parser=sim)
     sim.add_argument("--config", metavar="FILE", help="YAML file with the same names")
@@ -323,20 +357,22 @@ def _sim_args(sim: argparse.ArgumentParser) -> None:
 
 
 def _generate(options: dict[str, Any]) -> int:
+    from weft.generate import generate_file, generate_stream, read_jobs, told_apart
+
+    options = told_apart(options)
     engine_settings, sampling_settings = given_settings(options, EngineConfig, SamplingParams)
-    if (options["prompt"] is None) == (options["file"] is None):
-        raise ParameterError('Give either a prompt or --file, as in: weft generate "def add(".')
     if options["echo"] and options["file"] is not None:
         raise ParameterError(
             "--echo cannot be combined with --file, whose results have the prompts."
         )
-    from weft.generate import generate_file, generate_stream, read_jobs
-
     params = SamplingParams(**sampling_settings)
     jobs = None if options["file"] is None else read_jobs(options["file"], sampling_settings)
     EngineConfig.from_mapping(engine_settings)
+    from weft.core.starting import show_start
     from weft.engine.llm import LLM
 
+    if options["quiet"]:
+        show_start(None)
     with LLM(**engine_settings) as llm:
         if jobs is not None:
             return generate_file(llm, jobs, options)
@@ -365,30 +401,13 @@ def _batch(options: dict[str, Any]) -> int:
     return run_batch(options["input"], BatchOptions(**batch_settings), engine_settings)
 
 
-def _batches(options: dict[str, Any]) -> int:
-    from weft.batch.commands import run_batches
-
-    return run_batches(options["kind"], options)
-
-
 def _chat(options: dict[str, Any]) -> int:
     from weft.chat import ChatClient, run_chat
 
-    settings = {name: options[name] for name in CHAT_SAMPLING if name in options}
-    client = ChatClient(options["url"], options["model"], options["api_key"], settings)
+    sampling = [declared.name for declared in _chat_sampling()]
+    settings = {name: options[name] for name in sampling if name in options}
+    client = ChatClient(options["url"], named_model(options), options["api_key"], settings)
     return run_chat(client, options["system"])
-
-
-def _models(options: dict[str, Any]) -> int:
-    from weft.models_command import run_models
-
-    return run_models(as_json=options["json"])
-
-
-def _cache(options: dict[str, Any]) -> int:
-    from weft.packed_command import run_cache
-
-    return run_cache(options["kind"], options["model"])
 
 
 def _attend(options: dict[str, Any]) -> int:

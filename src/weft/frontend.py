@@ -38,6 +38,7 @@ logger = logging.getLogger("weft")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
+    parser.set_defaults(run=run_command, parser=parser)
     parser.add_argument("--config", metavar="FILE", help="YAML file with the same names")
     add_settings(parser, "frontend", FrontendOptions)
     add_settings(parser, "server", ServerOptions, there=OF_ENGINES)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -13,6 +15,45 @@ from typing import Any, NamedTuple
 from weft.core.errors import ParameterError, WeftError, suggest
 from weft.core.settings import settings_of
 from weft.core.types import SamplingParams
+
+HUB_NAME = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]+)?"
+
+
+def told_apart(options: dict[str, Any]) -> dict[str, Any]:
+    """The options with the words told apart: a model as ``named``, and a ``prompt``.
+
+    Raises:
+        ParameterError: there are other words than ``[MODEL] PROMPT``, or ``[MODEL]`` with a file.
+    """
+    words, by_file = options["words"], options["file"] is not None
+    if by_file:
+        if len(words) > 1 or not all(map(looks_like_model, words)):
+            raise ParameterError(
+                "Give either a prompt or --file; beside --file the one word is the model, as in: "
+                "weft generate ./folder --file prompts.jsonl"
+            )
+        return {**options, "named": words[0] if words else None, "prompt": None}
+    if not words:
+        raise ParameterError('Give either a prompt or --file, as in: weft generate "def add(".')
+    if len(words) > 2:
+        raise ParameterError(
+            "Put the prompt into quotes, as in: weft generate [MODEL] "
+            f"{shlex.quote(' '.join(words))}"
+        )
+    *model, prompt = words
+    if not model and "model" not in options and not options["config"] and looks_like_model(prompt):
+        raise ParameterError(
+            f"'{prompt}' looks like a model; give a prompt, too, as in: weft generate {prompt} "
+            f'"def add(" (if it is the prompt, name the model with --model).'
+        )
+    return {**options, "named": model[0] if model else None, "prompt": prompt}
+
+
+def looks_like_model(word: str) -> bool:
+    """Whether a word is a path of a model, or has the form of a name on the hub."""
+    there = os.path.isfile(os.path.join(os.path.expanduser(word), "config.json"))
+    named = word == "builtin" or (word.endswith(".gguf") and " " not in word)
+    return there or named or re.fullmatch(HUB_NAME, word) is not None
 
 
 def generate_stream(llm: Any, text: str, params: SamplingParams, options: dict[str, Any]) -> int:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from weft.core.errors import ConfigError, WeftError
+from weft.core.flags import named_model
 from weft.core.settings import format_bytes
 from weft.models.hub import resolve_model
 from weft.models.kept_weights import checkpoint_identity
@@ -15,12 +19,23 @@ from weft.models.packed_cache import KeptFile, clear, kept_files, packed_folder
 from weft.models.weight_files import weight_files
 
 
-def run_cache(kind: str, model: str | None) -> int:
+def add_arguments(cache: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the command."""
+    kinds = cache.add_subparsers(dest="kind", required=True, metavar="list|clear")
+    for name, text in (("list", "show them, last used first"), ("clear", "remove them")):
+        parser = kinds.add_parser(name, help=text)
+        parser.set_defaults(run=run_cache, parser=parser)
+    parser.add_argument("named", nargs="?", metavar="MODEL", help="only those of this model")
+    parser.add_argument("--model", default=argparse.SUPPRESS, help="the same")
+
+
+def run_cache(options: Mapping[str, Any]) -> int:
     """List the files, or clear them, all or those of a model; returns the exit status.
 
     Raises:
         ConfigError: there is nothing of the model, or the folder cannot be read or changed.
     """
+    kind, model = options["kind"], named_model(options)
     folder = packed_folder()
     try:
         files = kept_files(folder)

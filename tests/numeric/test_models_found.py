@@ -115,10 +115,69 @@ def test_the_command_tells_how_each_is_served(file, tmp_path, monkeypatch, capsy
     with pytest.raises(SystemExit):
         main(["models"])
     told = capsys.readouterr().out
-    assert f"weft serve {blob} --served-model-name tiny:1b" in told
+    assert f"{blob.name} has no vocabulary" in told  # nor does weft serve without --tokenizer
     assert str(odd) in told
+    hub = tmp_path / ".cache/huggingface/hub/models--maker--tiny/snapshots/0123"
+    shutil.copytree(resolve_model("builtin"), hub)
+    with pytest.raises(SystemExit):
+        main(["models", "list"])
+    told = capsys.readouterr().out
+    assert "maker/tiny, fits: sequences of 2048 tokens\n    weft serve maker/tiny\n" in told
     with pytest.raises(SystemExit):
         main(["models", "--json"])
     facts = {model["name"]: model for model in json.loads(capsys.readouterr().out)}
-    assert facts["tiny:1b"]["problem"] == ""
+    assert "vocabulary" in facts["tiny:1b"]["problem"]
+    assert facts["maker/tiny"]["problem"] == ""
+    assert facts["maker/tiny"]["fits"]
     assert facts["maker/odd/odd.gguf"]["problem"]
+
+
+def hub_files(cache: Path, file: Path, *names: str) -> Path:
+    """A repository in the hub's cache, whose files are links to blobs."""
+    repository = cache / "hub/models--maker--many"
+    for name in names:
+        blob = repository / "blobs" / f"blob-of-{name}"
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, blob)
+        link = repository / "snapshots/0123" / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(blob)
+    return repository
+
+
+def test_one_file_of_a_repository_is_removed_or_all(file, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    names = ("a-Q4_0.gguf", "b-00001-of-00002.gguf", "b-00002-of-00002.gguf")
+    repository = hub_files(tmp_path, file, *names)
+
+    def remove(*words: str) -> int:
+        with pytest.raises(SystemExit) as ended:
+            main(["models", "remove", *words])
+        return ended.value.code
+
+    assert remove("maker/many/b-00001-of-00002.gguf", "--yes") == 0
+    assert "9.79 MiB" in capsys.readouterr().out
+    assert [path.name for path in (repository / "blobs").iterdir()] == ["blob-of-a-Q4_0.gguf"]
+    assert remove("maker/many/c.gguf", "--yes") == 2
+    assert "Did you mean 'maker/many/a-Q4_0.gguf'?" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda _: "n")
+    assert remove("maker/many") == 1
+    assert repository.exists()
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+    assert remove("maker/many") == 0
+    assert not repository.exists()
+
+
+def test_models_of_other_programs_are_theirs_to_remove(file, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "theirs"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    blob = ollama(tmp_path / "theirs", file)
+    with pytest.raises(SystemExit) as ended:
+        main(["models", "remove", "tiny:1b", "--yes"])
+    assert ended.value.code == 2
+    assert "ollama rm tiny:1b" in capsys.readouterr().err
+    assert blob.exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import sys
 from collections.abc import Mapping
@@ -14,8 +15,8 @@ from weft.batch.lines import parse_line
 from weft.batch.options import errors_beside
 from weft.batch.records import time_of_day
 from weft.core.errors import ConfigError, ParameterError, WeftError
+from weft.core.flags import DEFAULT_URL, add_server
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 FIRST_BYTES = 64 * 2**20  # in which the first line is looked for
 SHOWN_ERRORS = 10
 MOST_LISTED = 100  # as servers have it
@@ -23,7 +24,37 @@ LONG_UPLOAD_BYTES = 16 * 2**20
 COLUMNS: tuple[str, ...] = ("ID", "STATUS", "LINES", "ERRORS", "WINDOW", "CREATED", "ENDS")
 
 
-def run_batches(kind: str, options: Mapping[str, Any]) -> int:
+def add_arguments(batches: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the command."""
+    kinds = batches.add_subparsers(
+        dest="kind", required=True, metavar="list|submit|follow|cancel|fetch"
+    )
+    for name, text, usage in (
+        ("list", "show the newest batches", ""),
+        ("submit", "upload a file of requests and create a batch of it", " FILE"),
+        ("follow", "show the progress of a batch until it has ended", " ID"),
+        ("cancel", "end a batch; what is answered is kept", " ID"),
+        ("fetch", "write results and errors of a batch into files", " ID"),
+    ):
+        parser = kinds.add_parser(name, help=text, usage=f"weft batches {name}{usage} [settings]")
+        parser.set_defaults(run=run_batches, parser=parser)
+        if usage == " ID":
+            parser.add_argument("id", help="id of the batch")
+        add_server(parser)
+        add = parser.add_argument
+        if name == "list":
+            add("--limit", type=int, default=20, metavar="N", help="batches at most (default 20)")
+        elif name == "submit":
+            add("file", help="JSON lines, each with custom_id, method, url and body")
+            add("--window", default="24h", help="time until it has to be done (default 24h)")
+            add("--endpoint", help="url of all lines; that of the first line by default")
+            add("--follow", action="store_true", help="show its progress until it has ended")
+        elif name == "fetch":
+            add("-o", dest="output", metavar="FILE", help="file for the results; ID.jsonl without")
+            add("--force", action="store_true", help="replace files that are there")
+
+
+def run_batches(options: Mapping[str, Any]) -> int:
     """Run one of the commands; return the exit code.
 
     0: done. 3: some lines of the batch that was followed or fetched have no answer. 1: the batch
@@ -35,7 +66,7 @@ def run_batches(kind: str, options: Mapping[str, Any]) -> int:
     """
     client = BatchClient(options["url"], options["api_key"])
     with contextlib.closing(client):
-        return _Commands(client, options).run(kind)
+        return _Commands(client, options).run(options["kind"])
 
 
 class _Commands:

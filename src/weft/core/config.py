@@ -47,7 +47,13 @@ class EngineConfig:
         ConfigError: a value is malformed, out of bounds, or contradicts another one.
     """
 
-    model: str = setting("str", "builtin", "folder, hub id, or 'builtin' for the packaged model")
+    model: str = setting(
+        "str",
+        "builtin",
+        "folder, GGUF file, name on the hub (OWNER/REPO, of GGUF files OWNER/REPO:Q4_K_M), or "
+        "'builtin' for the packaged model",
+        everyday=True,
+    )
     revision: str | None = setting("str", None, "branch, tag or commit of a hub id")
     offline: bool | None = setting("bool", None, "use only files that are already on disk")
     tokenizer: str | None = setting("path", None, "folder with another tokenizer.json")
@@ -71,6 +77,7 @@ class EngineConfig:
         "auto",
         "device that computes; auto is cuda where an NVIDIA GPU and torch are found, else cpu",
         choices=("auto", *DEVICES),
+        everyday=True,
     )
     graphs: bool = setting(
         "bool",
@@ -132,6 +139,7 @@ class EngineConfig:
         "output, int4 with one a group of inputs; a CPU computes with int8 and int4, a GPU with "
         "all",
         choices=("none", "fp8", "fp8-head", "int8", "int4"),
+        everyday=True,
     )
     quantize_group: int = setting(
         "int", 64, "inputs that share a scale of int4: 32, 64 or 128", low=32, high=128
@@ -167,6 +175,7 @@ class EngineConfig:
         "processes over which every layer is split; on a CPU they share its cores",
         low=1,
         high=64,
+        everyday=True,
     )
     pipeline_parallel: int = setting(
         "int",
@@ -182,6 +191,7 @@ class EngineConfig:
         "compute threads of each process; unset takes every physical core, from 16 on all but one",
         low=1,
         high=1024,
+        everyday=True,
     )
     cpu_pinning: str = setting(
         "str",
@@ -196,6 +206,7 @@ class EngineConfig:
         "longest sequence in tokens; unset takes the longest that model and memory allow",
         low=2,
         high=2**24,
+        everyday=True,
     )
     kv_memory: int | None = setting(
         "bytes",
@@ -204,6 +215,7 @@ class EngineConfig:
         "memory, or 0.9 of a GPU's",
         low=2**10,
         auto=True,
+        everyday=True,
     )
     host_kv_memory: int | None = setting(
         "bytes",
@@ -249,7 +261,9 @@ class EngineConfig:
         "bytes", 10 * 2**30, "size of that folder; what was used longest ago makes room", low=2**20
     )
     block_size: int = setting("int", 16, "tokens in a KV block", low=1, high=1024)
-    max_num_seqs: int = setting("int", 128, "sequences that run at once", low=1, high=65536)
+    max_num_seqs: int = setting(
+        "int", 128, "sequences that run at once", low=1, high=65536, everyday=True
+    )
     max_num_batched_tokens: int = setting(
         "int", 1024, "tokens in one step; longer prompts are computed in chunks", low=1, high=2**20
     )
@@ -378,6 +392,7 @@ class EngineConfig:
         None,
         "lowest level that is logged; unset follows WEFT_LOG_LEVEL, else warning",
         choices=LEVELS,
+        everyday=True,
     )
     log_format: str = setting("str", "text", "form of the log lines of a server", choices=FORMATS)
     classes: Mapping[str, Any] = setting(

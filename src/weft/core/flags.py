@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Container, Mapping
+import os
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from weft.core.errors import ConfigError, WeftError, suggest
@@ -11,26 +12,84 @@ from weft.core.settings import Setting, load_config_file, settings_of
 
 # Nested: in a file.
 NOT_ON_COMMAND_LINE = frozenset({"classes", "logit_bias", "bad_token_sequences"})
+EVERYDAY = "everyday settings"
+HELP_ALL = "--help-all"
+DEFAULT_URL = "http://127.0.0.1:8000"  # of a server
 
 
 def add_settings(
     parser: argparse.ArgumentParser, title: str, declared_by: Any, there: Container[str] = ()
 ) -> None:
-    """Add a flag for each setting; one that is ``there`` by the same name serves for both."""
-    group = parser.add_argument_group(f"{title} settings")
-    for declared in settings_of(declared_by).values():
-        if declared.name not in NOT_ON_COMMAND_LINE and declared.name not in there:
-            add_setting(group, declared)
+    """Add a flag for each setting; one that is ``there`` by the same name serves for both.
+
+    Where a class declares everyday settings, these come first, in a group of their own, and
+    ``--help`` shows no others.
+    """
+    flags = [
+        declared
+        for declared in settings_of(declared_by).values()
+        if declared.name not in NOT_ON_COMMAND_LINE and declared.name not in there
+    ]
+    everyday = [declared for declared in flags if declared.everyday]
+    if everyday:
+        first = _group(parser, EVERYDAY)
+        for declared in everyday:
+            add_setting(first, declared)
+        if HELP_ALL not in parser._option_string_actions:
+            text = "show all settings, also those that few need"
+            parser.add_argument(HELP_ALL, action="help", help=text)
+    group = _group(parser, f"{title} settings")
+    for declared in flags:
+        if not declared.everyday:
+            add_setting(group, declared).rare = bool(everyday)  # type: ignore[attr-defined]
 
 
-def add_setting(group: Any, declared: Setting) -> None:
+def actions_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Every argument of a parser, and of those of commands within it."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for within in action.choices.values():
+                yield from actions_of(within)
+        yield action
+
+
+def hide_rare(parser: argparse.ArgumentParser) -> None:
+    """Leave settings out of the help that are for ``--help-all``."""
+    for action in actions_of(parser):
+        if getattr(action, "rare", False):
+            action.help = argparse.SUPPRESS
+
+
+def _group(parser: argparse.ArgumentParser, title: str) -> Any:
+    """The group of a parser with a title, which is made if there is none."""
+    groups = (group for group in parser._action_groups if group.title == title)
+    return next(groups, None) or parser.add_argument_group(title)
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the model as a word: the setting ``model`` without its flag."""
+    help = "folder, GGUF file or name on the hub, such as Qwen/Qwen3-0.6B; the same as --model"
+    parser.add_argument("named", nargs="?", metavar="MODEL", help=help)
+
+
+def add_server(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a command that asks a server."""
+    parser.add_argument("--url", default=DEFAULT_URL, help=f"address of the server ({DEFAULT_URL})")
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get("OPENAI_API_KEY"),
+        help="the server's key; OPENAI_API_KEY by default",
+    )
+
+
+def add_setting(group: Any, declared: Setting) -> argparse.Action:
     """Add the flag of a setting to a parser or a group of one."""
     facts = [declared.kind, declared.bounds(), f"default {_shown(declared)}"]
     text = f"{declared.help} ({'; '.join(fact for fact in facts if fact)})".replace("%", "%%")
     options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
     if declared.kind == "bool":
-        group.add_argument(declared.flag, action=argparse.BooleanOptionalAction, **options)
-        return
+        switch = argparse.BooleanOptionalAction
+        return _declared(group.add_argument(declared.flag, action=switch, **options), declared)
 
     def parse(word: str) -> Any:
         try:
@@ -42,7 +101,13 @@ def add_setting(group: Any, declared: Setting) -> None:
     options |= {"type": parse, "metavar": declared.name.upper()}
     if declared.kind == "strings":
         options["action"] = "append"
-    group.add_argument(declared.flag, **options)
+    return _declared(group.add_argument(declared.flag, **options), declared)
+
+
+def _declared(action: argparse.Action, declared: Setting) -> argparse.Action:
+    """The action of a flag, which knows its setting: completions derive from it."""
+    action.declared = declared  # type: ignore[attr-defined]
+    return action
 
 
 def _shown(declared: Setting) -> str:
@@ -69,9 +134,20 @@ def given_settings(options: Mapping[str, Any], *declared_by: Any) -> list[dict[s
                     f"{path}: unknown setting '{name}'.{suggest(name, names)}", param=name
                 )
             values[name] = value
-    named = options.get("named")
-    if named is not None and options.get("model", named) != named:
-        raise ConfigError(f"Two models are named: {named} and --model {options['model']}.")
-    given = options if named is None else {**options, "model": named}
+    model = named_model(options)
+    given = options if model is None else {**options, "model": model}
     values |= {name: value for name, value in given.items() if name in names}
     return [{name: values[name] for name in settings if name in values} for settings in known]
+
+
+def named_model(options: Mapping[str, Any]) -> str | None:
+    """The model that the command line names, as a word or by ``--model``; None if it does not.
+
+    Raises:
+        ConfigError: it names two.
+    """
+    word = options.get("named")
+    model: str | None = options.get("model")
+    if word is not None and model not in (None, word):
+        raise ConfigError(f"Two models are named: {word} and --model {model}. Leave one out.")
+    return model if word is None else word

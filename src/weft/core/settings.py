@@ -52,6 +52,7 @@ class Setting:
         off: whether the word ``off`` may stand for 0.
         auto: whether the word ``auto`` may stand for None.
         neutral: of a sampling parameter, what None becomes where the model has no default either.
+        everyday: whether ``--help`` shows it; the others are left to ``--help-all``.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Setting:
     off: bool = False
     auto: bool = False
     neutral: float | None = None
+    everyday: bool = False
 
     @property
     def flag(self) -> str:
@@ -79,6 +81,8 @@ class Setting:
             return f"or {OFF}"
         if self.low is None and self.high is None:
             return ""
+        if self.low is None:
+            return f"at most {_plain(self.high)}"
         if self.high is None:
             return f"{'above' if self.above else 'at least'} {_plain(self.low)}"
         if self.above:
@@ -188,6 +192,7 @@ def setting(
     off: bool = False,
     auto: bool = False,
     neutral: float | None = None,
+    everyday: bool = False,
 ) -> Any:
     """Declare a setting as a dataclass field. A default of None makes it optional."""
     metadata = {
@@ -202,6 +207,7 @@ def setting(
             "off": off,
             "auto": auto,
             "neutral": neutral,
+            "everyday": everyday,
         }
     }
     if isinstance(default, dict):

@@ -96,15 +96,8 @@ CLASS_OF_TIER: Mapping[str, str] = {
 }
 
 
-def _optional(
-    kind: Kind,
-    help: str,
-    low: float,
-    high: float,
-    above: bool = False,
-    neutral: float | None = None,
-) -> Any:
-    return setting(kind, None, help, low=low, high=high, above=above, neutral=neutral)
+def _optional(kind: Kind, help: str, low: float, high: float, **further: Any) -> Any:
+    return setting(kind, None, help, low=low, high=high, **further)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +120,7 @@ class SamplingParams:
         0,
         MAX_TEMPERATURE,
         neutral=1.0,
+        everyday=True,
     )
     top_k: int | None = _optional(
         "int", "keep the k likeliest tokens; 0 or -1 keeps all", -1, 2**31 - 1, neutral=0
@@ -138,6 +132,7 @@ class SamplingParams:
         1,
         above=True,
         neutral=1.0,
+        everyday=True,
     )
     min_p: float | None = _optional(
         "float", "drop tokens less likely than this share of the likeliest one", 0, 1, neutral=0.0
@@ -150,7 +145,9 @@ class SamplingParams:
         above=True,
         neutral=1.0,
     )
-    max_tokens: int | None = _optional("int", "tokens to generate at most", 1, 2**31 - 1)
+    max_tokens: int | None = _optional(
+        "int", "tokens to generate at most", 1, 2**31 - 1, everyday=True
+    )
     presence_penalty: float = setting(
         "float", 0.0, "subtracted from the logits of tokens that the output has", low=-2, high=2
     )
@@ -168,7 +165,11 @@ class SamplingParams:
         high=2**31 - 1,
     )
     stop: tuple[str, ...] = setting(
-        "strings", (), "strings that end the text and are cut off", high=MAX_STOP_STRINGS
+        "strings",
+        (),
+        "strings that end the text and are cut off",
+        high=MAX_STOP_STRINGS,
+        everyday=True,
     )
     stop_token_ids: tuple[int, ...] = setting(
         "ints",
@@ -179,7 +180,11 @@ class SamplingParams:
     )
     ignore_eos: bool = setting("bool", False, "do not stop at the model's end-of-sequence ids")
     seed: int | None = _optional(
-        "int", "the same seed draws the same numbers whatever else is in the batch", 0, MAX_SEED
+        "int",
+        "the same seed draws the same numbers whatever else is in the batch",
+        0,
+        MAX_SEED,
+        everyday=True,
     )
     logprobs: int | None = _optional(
         "int", "return log probabilities with so many alternatives a token", 0, MAX_LOGPROBS

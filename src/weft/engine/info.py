@@ -62,7 +62,7 @@ def collect_info(config: EngineConfig) -> dict[str, Any]:
             "torch": _torch_version(),
         },
         "model": _model_facts(config, model),
-        "memory": _memory_facts(config, model),
+        "memory": memory_facts(config, model),
         "batch_invariant": model.ops.batch_invariant,
         "ranks": config.processes,
         "stages": describe_stages(config, model),
@@ -143,7 +143,8 @@ def _model_facts(config: EngineConfig, model: Model) -> dict[str, Any]:
     }
 
 
-def _memory_facts(config: EngineConfig, model: Model) -> dict[str, Any]:
+def memory_facts(config: EngineConfig, model: Model) -> dict[str, Any]:
+    """The memory that a model takes, whether it fits, and for which sequences."""
     facts = model.facts
     memory: dict[str, Any] = {
         "weight_bytes": facts.weight_bytes,

@@ -31,18 +31,26 @@ class ServerOptions:
         ConfigError: a value is malformed, out of bounds, or contradicts another one.
     """
 
-    host: str = setting("str", "127.0.0.1", "address to listen on; 0.0.0.0 for every network")
-    port: int = setting("int", 8000, "TCP port; 0 takes a free one", low=0, high=65535)
+    host: str = setting(
+        "str", "127.0.0.1", "address to listen on; 0.0.0.0 for every network", everyday=True
+    )
+    port: int = setting(
+        "int", 8000, "TCP port; 0 takes a free one", low=0, high=65535, everyday=True
+    )
     uds: str | None = setting("path", None, "Unix socket to listen on instead of a TCP port")
     root_path: str = setting("str", "", "path prefix that a proxy in front of the server strips")
     served_model_name: tuple[str, ...] = setting(
-        "strings", (), "name of the model in requests; may be repeated", high=64
+        "strings", (), "name of the model in requests; may be repeated", high=64, everyday=True
     )
     api_key: tuple[str, ...] = setting(
-        "strings", (), "key that requests must have; may be repeated", high=4096
+        "strings", (), "key that requests must have; may be repeated", high=4096, everyday=True
     )
     cors_origin: tuple[str, ...] = setting(
-        "strings", (), "web origin that may call the server, or *; may be repeated", high=256
+        "strings",
+        (),
+        "web origin that may call the server, or *; may be repeated",
+        high=256,
+        everyday=True,
     )
     allowed_host: tuple[str, ...] = setting(
         "strings",
@@ -56,6 +64,7 @@ class ServerOptions:
         None,
         "file with one key or name:key a line, or YAML with the classes and limits of each key; "
         "read again within a second when it changes",
+        everyday=True,
     )
     max_requests_per_key: int | None = setting(
         "int",
