@@ -107,22 +107,24 @@ def _step(
             key_scales, table, block, offset, live, first, at, stop, stride_kb,
             DIM, BLOCK_SIZE, BLOCK_N,
         )  # fmt: skip
-        scores *= (factor * (scale if SOFTCAP else scale * LOG2_E))[None, :]
-    else:
-        scores *= scale if SOFTCAP else scale * LOG2_E
+        scores *= (factor * scale)[None, :]
+    elif SOFTCAP:
+        scores *= scale
     if SOFTCAP:
-        # c tanh(s / c)
-        scores = softcap * LOG2_E * (1 - 2 / (tl.exp2(scores * (2 * LOG2_E / softcap)) + 1))
+        scores = softcap * (1 - 2 / (tl.exp2(scores * (2 * LOG2_E / softcap)) + 1))  # c tanh(s / c)
+    turn = LOG2_E if SOFTCAP or key_scales is not None else scale * LOG2_E
     if MASKED:
         visible = live[None, :] & (position[None, :] <= query[:, None])
         if WINDOW:
             visible &= position[None, :] > query[:, None] - WINDOW
         scores = tl.where(visible, scores, float("-inf"))
 
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    weights = tl.exp2(scores - new_top[:, None])
+    # Fused where it says so: else the compiler would, of unmasked scores alone, and the bits of a
+    # token would depend on where a prompt is cut.
+    new_top = tl.maximum(top, tl.max(scores, 1) * turn)
+    weights = tl.exp2(tl.fma(scores, turn, -new_top[:, None]))
     fade = tl.exp2(top - new_top)
-    total = total * fade + tl.sum(weights, 1)
+    total = tl.fma(total, fade, tl.sum(weights, 1))
     if value_scales is not None:
         if BEFORE == 0:
             factor = _scales(
