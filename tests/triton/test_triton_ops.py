@@ -178,6 +178,10 @@ def test_route(dtype, normalise) -> None:
         # Equal scores, which 16 bits make, may come in another order.
         assert torch.equal(scores.gather(1, found), scores.gather(1, ids))
         assert all(len(set(row)) == top_k for row in found.tolist())
+    broken = torch.zeros(3, 5, dtype=dtype)
+    broken[0, 1], broken[1, 4] = float("nan"), float("inf")
+    shares, _ = route(broken, Routing(2, normalise))
+    assert shares.isfinite().tolist() == [[False] * 2, [False] * 2, [True] * 2]
     equal, _ = route(torch.zeros(1, 5, dtype=dtype), Routing(3, normalise=True))[::-1]
     assert equal.tolist() == [[0, 1, 2]]
 

@@ -433,6 +433,7 @@ def linear(
             SPLITS=splits,
             FLAGS=flags,
             num_warps=4,
+            enable_fp_fusion=False,
         )
     return out
 

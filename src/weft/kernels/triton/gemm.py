@@ -165,6 +165,9 @@ def summed(
 ):  # fmt: skip
     """Add the parts [SPLITS, count, N] of a product and finish: what it would have stored as TYPE.
 
+    Kernels that call this, and ``add_parts``, are launched with ``enable_fp_fusion=False``: what is
+    fused depends on what follows, and bits must not depend on who adds the parts.
+
     Args:
         row, column: int64 and any integers, of the shape of the mask ``inside``.
     """

@@ -257,7 +257,8 @@ def _multiply(
         R=half, ANGLES=width, BLOCK_R=power_of_2(max(1, 2 * half)),
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, OPERAND=operand,
         PRECISION="ieee" if wide else "tf32", **constants,
-        num_warps=4, num_stages=1 if parted else 3, **pdl.options(out.device),
+        num_warps=4, num_stages=1 if parted else 3, enable_fp_fusion=False,
+        **pdl.options(out.device),
     )  # fmt: skip
 
 

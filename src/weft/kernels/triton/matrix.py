@@ -484,5 +484,6 @@ def small_product(
         SPLITS=splits,
         FLAGS=flags,
         num_warps=4,
+        enable_fp_fusion=False,
     )
     return out

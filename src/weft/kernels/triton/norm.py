@@ -219,6 +219,7 @@ def _launch(
             numbers.stride(-2), 0 if residual is None else residual.stride(0), kind.eps,
             **constants, D=size, BLOCK=block, POST=post is not None, ADD=residual is not None,
             NORM=weight is not None, ROUND=scales is not None, STATIC=isinstance(inputs, Tensor),
-            PLUS_ONE=kind.plus_one, num_warps=warps(block), num_stages=1, **pdl.options(x.device),
+            PLUS_ONE=kind.plus_one, num_warps=warps(block), num_stages=1, enable_fp_fusion=False,
+            **pdl.options(x.device),
         )  # fmt: skip
     return (out if scales is None else Rounded(out, scales)), total

@@ -103,6 +103,6 @@ def enter(
             size, numbers.stride(0), factor, kind.eps,
             D=width, BLOCK=block, STORED=stored, IN_FLIGHT=in_flight is not None,
             SCALED=factor != 1.0, ROUND=scales is not None, STATIC=isinstance(inputs, Tensor),
-            PLUS_ONE=kind.plus_one, num_warps=warps(block), num_stages=1,
+            PLUS_ONE=kind.plus_one, num_warps=warps(block), num_stages=1, enable_fp_fusion=False,
         )  # fmt: skip
     return (out if scales is None else Rounded(out, scales)), total

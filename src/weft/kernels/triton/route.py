@@ -12,6 +12,7 @@ from weft.kernels.triton.gemm import SplitProduct, as_read, summed
 from weft.kernels.triton.launch import FLOATS, last_contiguous, power_of_2, warps
 
 _LEAST_SUM = tl.constexpr(LEAST_SUM)
+_ONE = tl.constexpr(2.0**40)  # as which 1 is summed in integers
 
 
 @triton.jit
@@ -73,7 +74,10 @@ def _route(
         weight = 1.0 / (1.0 + tl.exp(-score))
     else:
         weight = tl.exp(score - tl.max(score, axis=0))
-        weight /= tl.sum(weight, axis=0)
+        # Exact, so that how the scores were loaded, as sums or parts, decides nothing. The other
+        # sum is NaN if a score is, which integers do not show.
+        whole = tl.sum((weight * _ONE).to(tl.int64), axis=0).to(tl.float32) * (1.0 / _ONE)
+        weight /= whole + 0.0 * tl.sum(weight, axis=0)
     by = tl.where(there, weight, float("-inf"))
     if CORRECTED:
         by += tl.load(correction + expert, mask=there, other=0.0)
@@ -131,5 +135,6 @@ def route(
             GROUPS=routing.n_group, GROUP_BLOCK=power_of_2(routing.n_group),
             GROUP_BEST=routing.group_best, TOP_GROUPS=routing.topk_group,
             TYPE=FLOATS[scores.dtype], **constants, num_warps=warps(block), num_stages=1,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return shares, experts
