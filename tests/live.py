@@ -90,12 +90,19 @@ def run(
     )  # fmt: skip
 
 
+STARTING = ("weft: downloading ", "weft: loading ", "weft: packing ")  # lines of a start
+
+
 def refused(done: subprocess.CompletedProcess[str], *words: str, code: int | None = None) -> None:
-    """The command failed with one sentence that has all the words, and without a trace."""
+    """The command failed with one sentence that has all the words, and without a trace.
+
+    What a start had done until then may be told before it.
+    """
     assert done.returncode in ((1, 2) if code is None else (code,)), done.stderr
     assert "Traceback" not in done.stderr
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
-    assert len(lines) == 1, done.stderr
+    told = [line for line in done.stderr.splitlines() if line.strip()]
+    lines = [line for line in told if not line.startswith(STARTING)]
+    assert lines == told[-1:], done.stderr
     for word in words:
         assert word in lines[0], done.stderr
 
