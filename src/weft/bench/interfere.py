@@ -227,22 +227,27 @@ def _run_on(cpus: set[int], run: Callable[[], None], stop: Callable[[], None]) -
         stop: has it end soon.
     """
     raised: list[BaseException] = []
+    ended = threading.Event()  # Python 3.11 takes a thread for ended whose join was interrupted
 
     def body() -> None:
-        os.sched_setaffinity(0, cpus)
         try:
+            os.sched_setaffinity(0, cpus)
             run()
         except BaseException as error:
             raised.append(error)
+        finally:
+            ended.set()
 
     thread = threading.Thread(target=body, name="weft-control")
     thread.start()
     try:
-        thread.join()
+        ended.wait()
     except BaseException:  # Ctrl-C
         stop()
-        thread.join()
+        ended.wait()
         raise
+    finally:
+        thread.join()
     if raised:
         raise raised[0]
 
