@@ -14,6 +14,7 @@ def prepare() -> None:
         os.environ["TRITON_INTERPRET"] = "1"
         _spare_the_interpreter()
         _sum_alike_in_each_row()
+        _refuse_unknown_arguments()
 
 
 def _spare_the_interpreter() -> None:
@@ -48,3 +49,27 @@ def _sum_alike_in_each_row() -> None:
     numpy.__dict__.update(np.__dict__)
     numpy.matmul = lambda a, b, dtype: np.einsum("...ik,...kj->...ij", a, b, dtype=dtype)
     interpreter.np = numpy
+
+
+def _refuse_unknown_arguments() -> None:
+    """Have launches fail whose keywords are neither arguments of the kernel nor options of CUDA.
+
+    As they do where kernels are compiled; the interpreter leaves out what it does not know.
+    """
+    from dataclasses import fields
+
+    from triton.backends.nvidia.compiler import CUDAOptions
+    from triton.runtime import interpreter
+
+    execute = interpreter.GridExecutor.__call__
+    if execute.__name__ == "checked":  # done before
+        return
+    options = {field.name for field in fields(CUDAOptions)}
+
+    def checked(self: interpreter.GridExecutor, *args: object, **more: object) -> None:
+        unknown = more.keys() - options - set(self.arg_names)
+        if unknown:
+            raise KeyError(f"{self.fn.__name__} has no argument {', '.join(sorted(unknown))}")
+        execute(self, *args, **more)
+
+    interpreter.GridExecutor.__call__ = checked
