@@ -102,7 +102,8 @@ def tests(name: str, limit_s: float, *words: str, dry: Sequence[str]) -> Part:
     )
 
 
-COMPILE = ("compile", "triton_tuning", "triton_tuning_attention")  # for GPUs that are absent
+COMPILE = ("compile", "compile_ahead", "cost_sheet", "resources", "variants")  # for absent GPUs
+COMPILE += ("triton_tuning", "triton_tuning_attention")
 ABSENT = [f"--ignore=tests/triton/test_{name}.py" for name in COMPILE]
 ONE_TEST = ["tests/gpu/test_gpu_device.py", "-k", "fork"]
 ONE_KERNEL = ["tests/triton/test_triton_ops.py", "-k", "test_softcap"]

@@ -367,10 +367,10 @@ def test_experts_that_are_stored_in_fp8_are_rounded_on_the_host(folders, wish, t
         layer = engine.executor._decoder.layers[0]
         kinds = {"auto": "int8", "int4": "int4", "none": "float32"}
         assert layer.expert_down.down[0].format == kinds[wish]
-    with opened(folder) as engine:  # which computes FP8 as floats here
+    with opened(folder) as engine:  # whose CPU computes FP8 as floats, and a GPU rounds rows
         (exact,) = serve(engine, PROMPTS[:1], [SCORED])
     gap = float((told(found) - told(exact)).abs().max())
-    assert gap < {"auto": 0.4, "int4": 1.5, "none": TOLERANCE}[wish]
+    assert gap < {"auto": 0.4, "int4": 1.5, "none": 0.4 if where.ON_GPU else TOLERANCE}[wish]
 
 
 def test_profiles_are_of_the_experts_that_lie_on_the_host(folders) -> None:

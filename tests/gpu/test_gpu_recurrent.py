@@ -9,11 +9,12 @@ import torch
 from checkpoints import build, prompt, save
 from served import Truth, opened, serve, settings_for, tight
 
+import where
 from depth import deep_on_cpu
 from weft.core.config import EngineConfig
 from weft.core.types import FinishReason, SamplingParams
 from weft.engine.model import _step_sizes
-from weft.exec.device import HostDevice
+from weft.exec.device import CudaDevice, Device, HostDevice
 from weft.exec.step_layout import sizes_for
 from weft.exec.workspace import pinned_bytes
 
@@ -84,12 +85,15 @@ def test_slots_in_the_buffer_of_steps_are_counted(tmp_path, monkeypatch) -> None
     """What steps pin is known before, to the byte, and the slots are part of the KV memory."""
     taken = []
 
-    def counted(_: HostDevice, size: int, dtype: torch.dtype) -> torch.Tensor:
+    device = CudaDevice if where.ON_GPU else HostDevice
+    make = device.host_memory
+
+    def counted(self: Device, size: int, dtype: torch.dtype) -> torch.Tensor:
         taken.append(size * dtype.itemsize)
-        return torch.zeros(size, dtype=dtype)
+        return make(self, size, dtype)
 
     for name in ("host_memory", "exchange_memory"):
-        monkeypatch.setattr(HostDevice, name, counted)
+        monkeypatch.setattr(device, name, counted)
     monkeypatch.setattr("graphed.SIZES", sizes_for(8))
     folder = save(build("qwen3.5"), tmp_path / "model")
     with opened(folder, resident="off", graphs=False) as engine:

@@ -162,4 +162,5 @@ def module() -> types.ModuleType:
     made.pygraph = PyGraph  # type: ignore[attr-defined]
     made.heur_mode = types.SimpleNamespace(A="A")  # type: ignore[attr-defined]
     made.create_handle = lambda: "handle"  # type: ignore[attr-defined]
+    made.set_stream = lambda **_: None  # type: ignore[attr-defined]
     return made
