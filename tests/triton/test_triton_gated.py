@@ -7,8 +7,9 @@ import random
 import pytest
 import torch
 from torch import Tensor
-from weights import Fixed, make
+from weights import Fixed, make, without_ties
 
+import where
 from weft.kernels import float8, reference
 from weft.kernels.float8 import Rounded
 from weft.kernels.triton import fp8, matrix
@@ -20,6 +21,7 @@ from weft.kernels.tuning import Heuristic
 
 KINDS = ("float32", "bfloat16", "fp8", "int8")
 BY_RULE = Heuristic(1, 99 * 1024)
+ROUNDING = 1e-3 if where.ON_GPU else 1e-4  # as in test_triton_matrix, through an activation
 
 
 def gated_truth(x: Tensor, made: TritonMatrix, bias: Tensor | None, activation: str) -> Tensor:
@@ -81,7 +83,7 @@ def test_what_is_activated_is_rounded_in_groups(stored, block_n) -> None:
     else:
         one = float8.round_rows(truth, static)
         expected = Rounded(one.codes, static.expand(found.scales.shape))
-    torch.testing.assert_close(found.scales, expected.scales, rtol=1e-4, atol=0)
+    torch.testing.assert_close(found.scales, expected.scales, rtol=ROUNDING, atol=0)
     one, other = found.codes.float(), expected.codes.float()
     assert ((one - other).abs() <= 0.13 * other.abs() + 2.0**-9).all()
     assert (one == other).float().mean() > 0.98
@@ -111,7 +113,7 @@ def test_products_of_groups_are_those_of_float64(splits, inputs) -> None:
         assert linear(rows, made, bias).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("stored", [None, 0.03], ids=["token", "static"])
+@pytest.mark.parametrize("stored", [None, 0.0312], ids=["token", "static"])
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("block_k", [64, 256])
 def test_products_round_a_few_rows_themselves(stored, splits, block_k) -> None:
@@ -119,7 +121,8 @@ def test_products_round_a_few_rows_themselves(stored, splits, block_k) -> None:
     torch.manual_seed(splits)
     made = make("fp8", torch.randn(24, 150), Fixed(32, 32, block_k, splits))
     made.inputs = "token" if stored is None else torch.tensor(stored)
-    x = torch.randn(matrix.ROUNDED_WITHIN, 153).bfloat16()[:, :150]
+    x = torch.randn(matrix.ROUNDED_WITHIN, 153).bfloat16()
+    x = without_ties(x, min(block_k, matrix.EXACT))[:, :150]
     if stored is None:
         rows = float8.round_groups(x, min(block_k, matrix.EXACT)).widen()
     else:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.torch_version import TorchVersion
-from weights import Fixed, make
+from weights import Fixed, make, without_ties
 
 from weft.kernels import float8
 from weft.kernels.float8 import E4M3
@@ -72,7 +72,7 @@ def operands(inputs: str, strided: bool) -> tuple[Tensor, TritonMatrix, Tensor, 
     made = make("fp8", torch.randn(48, 64) * torch.rand(48, 1), LAUNCH)
     if inputs == "tensor":
         made.inputs = torch.tensor(0.02)
-    x = torch.randn(ROWS, 64 * 3).to(BF16)
+    x = without_ties(torch.randn(ROWS, 64 * 3).to(BF16), 64)
     x = x[:, 64:128] if strided else x[:, :64].contiguous()
     return x, made, torch.randn(48).to(BF16), torch.randn(ROWS, 48).to(BF16)
 

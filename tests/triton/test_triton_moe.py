@@ -12,7 +12,7 @@ from weights import KINDS, Fixed, make
 from weft.kernels import float8, reference
 from weft.kernels.triton.moe import moe
 
-TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "fp8": 3e-2, "fp8 weights": 2e-2, "int8": 2e-2}
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "fp8": 4e-2, "fp8 weights": 2e-2, "int8": 2e-2}
 
 
 def drawn(seed: int, kind: str):
