@@ -1,4 +1,4 @@
-"""What users see of a start while it lasts: lines, and on a terminal bars where it takes long."""
+"""The lines of a start that users see, and on a terminal its bars where it takes long."""
 
 from __future__ import annotations
 

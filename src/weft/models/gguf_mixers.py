@@ -1,4 +1,4 @@
-"""What GGUF metadata and tensors say of mixers other than plain attention, as ``config.json`` does.
+"""Mixers of GGUF files other than plain attention, described as ``config.json`` describes them.
 
 Which layer is of which kind, the tensors tell: the metadata do not always. Torch-free.
 """
