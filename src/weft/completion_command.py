@@ -42,5 +42,5 @@ def run_completion(options: Mapping[str, Any]) -> int:
         path = declared is not None and declared.kind == "path"
         if path or action.dest in FILES:
             action.complete = shtab.FILE  # type: ignore[attr-defined]
-    print(shtab.complete(parser, shell=options["shell"]))
+    print(shtab.complete(parser, options["shell"]))
     return 0

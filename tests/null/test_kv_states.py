@@ -265,6 +265,19 @@ def test_a_step_is_not_planned_before_drafts_are_settled():
         cache.settle(1, 1)
 
 
+def test_a_step_is_not_planned_before_lent_slots_are_taken_back():
+    cache = cache_of(8)
+    cache.register(1, b"")
+    cache.open(1, 0)
+    assert cache.extend(1, 8) is not None
+    cache.states.plan(1, 0, 1)
+    cache.states.lend(1, 1)
+    with pytest.raises(InvariantError, match="before its lease has ended"):
+        cache.states.plan(1, 1, 1)
+    cache.states.take_back(1, 0)
+    cache.states.plan(1, 1, 1)
+
+
 def test_drafts_without_a_slot_to_spare_are_not_made():
     cache, slots = cache_of(2), Slots()
     run(cache, slots, 1, [1, 2, 3], [])

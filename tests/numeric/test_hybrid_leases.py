@@ -67,6 +67,19 @@ def test_preempted_sequences_go_on_from_marks_of_leases(folders, name, depth, mo
     assert computed["auto"] <= computed["off"]
 
 
+def test_kernels_without_a_resident_loop_are_lent_no_slots(folders, monkeypatch) -> None:
+    """They compute a step while the next one is planned: no lease may be among them."""
+    answers = {}
+    for resident in ("off", "auto"):
+        settings = {"resident": resident, "kernels": "reference", "steps_in_flight": 1}
+        engine = build_engine(settings_for(folders["qwen3.5"], **settings))
+        answers[resident], plans = run(engine, traffic(2), monkeypatch)
+        assert not any(plan.lease for plan in plans)
+        engine.scheduler.check()
+        assert engine.scheduler.cache.states.pool.held == 0
+    assert_same_answers(answers["auto"], answers["off"])
+
+
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("block", [4, 16])
 def test_the_next_turn_begins_at_the_newest_boundary_of_a_lease(

@@ -33,6 +33,7 @@ from weft.engine.devices import (
     is_resident,
     kv_memory,
     make_executor,
+    may_lease,
     pick_device,
     pipelined_steps,
 )
@@ -285,6 +286,9 @@ def build_engine(
                 config, resolved, _among(model, ways), rows, watch, kept, threads
             ),
         )
+    if not may_lease(executor):  # its kernels have no resident loop
+        limits = replace(resources.limits, lease_steps=0)
+        resources, scheduler.limits = replace(resources, limits=limits), limits
     watch.ready()
     logger.info("The engine, %s, is %s.", describe_executor(executor), watch.describe())
     if is_cpu(model.device) or model.host is not None:

@@ -164,12 +164,16 @@ def kv_memory(decoder: Decoder, nodes: Sequence[int] = ()) -> Memory:
 def describe_executor(executor: Executor) -> str:
     """A readable description of how steps run."""
     captured = getattr(executor, "captured", None)  # of a graph executor
-    resident = bool(getattr(executor, "resident", False))
     if captured is None:
         words = "eager" if executor.depth else "eager, on the thread that plans"
-        return f"{words}, decoding by the resident loop" if resident else words
+        return f"{words}, decoding by the resident loop" if may_lease(executor) else words
     described = f"{captured} captured graphs" if captured else "uncaptured"
-    return described + ", replayed under leases" * resident
+    return described + ", replayed under leases" * may_lease(executor)
+
+
+def may_lease(executor: Executor) -> bool:
+    """Whether plans for this executor may lease their rows."""
+    return bool(getattr(executor, "resident", False))
 
 
 def is_resident(config: EngineConfig, device: str) -> bool:

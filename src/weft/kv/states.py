@@ -221,10 +221,15 @@ class StateSlots:
 
         Args:
             drafts: guesses that are computed after these tokens.
+
+        Raises:
+            InvariantError: drafts are to be settled, or lent slots to be taken back, before.
         """
         live, end, marks = self._live[sequence_id], start + count, list[tuple[int, int]]()
         if live.guesses:
             raise InvariantError(f"sequence {sequence_id} is planned before its drafts are settled")
+        if live.lent is not None:
+            raise InvariantError(f"sequence {sequence_id} is planned before its lease has ended")
         read, write = live.now, live.spare.pop()
         last = live.spare.pop() if drafts else NO_STATE
         kept = False
