@@ -17,6 +17,8 @@ from weft.models.layers import inverse_frequencies
 from weft.models.layout import num_parameters
 from weft.models.spec_reader import spec_from_config
 
+PAGES = Path(__file__).parents[2] / "docs"
+
 
 @pytest.mark.parametrize("name", HUB)
 def test_hub_configs_and_their_parameter_counts(name) -> None:
@@ -195,7 +197,7 @@ REFUSED = {
     "rope type of the wrong type": ({"rope_scaling": {"type": ["linear"]}}, "rope_type"),
     "partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "0.5"),
     "architecture": ({"architectures": ["LlamaForCausalLn"]}, "LlamaForCausalLM"),
-    "no architecture": ({"architectures": [], "model_type": "opt"}, "'opt'", "llama"),
+    "no architecture": ({"architectures": [], "model_type": "opt"}, "'opt'", "docs/models.md"),
 }
 
 
@@ -227,9 +229,26 @@ def test_an_architecture_that_is_known_is_refused_with_what_it_lacks(architectur
     assert architecture in caught.value.message
 
 
-def test_an_unknown_architecture_is_refused_with_the_families():
-    with pytest.raises(UnsupportedModelError, match="Supported families: llama"):
-        spec_from_config({"architectures": ["WarpDriveForCausalLM"]})
+@pytest.mark.parametrize(
+    ("architecture", "nearest"),
+    [
+        ("Qwen9ForCausalLM", "Qwen2ForCausalLM"),
+        ("Llama4ForConditionalGeneration", "LlamaForCausalLM"),  # also says what it lacks
+        ("DeepseekV32ForCausalLM", "DeepseekV3ForCausalLM"),
+        ("LlamaForTokenClassification", "LlamaForCausalLM"),
+        ("JambaForCausalLM", None),
+        ("WarpDriveForCausalLM", None),
+    ],
+)
+def test_a_refused_architecture_is_answered_with_the_nearest_and_the_page(architecture, nearest):
+    with pytest.raises(UnsupportedModelError) as caught:
+        spec_from_config({"architectures": [architecture]})
+    message = caught.value.message
+    assert "docs/models.md" in message
+    assert (PAGES / "models.md").is_file()
+    named = message.partition("The nearest supported: ")[2].partition(".")[0].split(", ")
+    assert len(named) <= 3
+    assert named == [""] if nearest is None else nearest in named
 
 
 QWEN_REFUSED = {
