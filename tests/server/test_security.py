@@ -24,7 +24,7 @@ import weft
 from weft.api import decoding
 from weft.core.errors import ConfigError
 from weft.server.app import create_app
-from weft.server.auth import OPEN_PATHS
+from weft.server.auth import KEYLESS_PATHS, OPEN_PATHS
 from weft.server.hosts import hosts_checked
 from weft.server.options import ServerOptions
 from weft.text import ChatTemplate
@@ -587,16 +587,17 @@ class TestKeys:
             for method in sorted(route.methods)
         ]  # fmt: skip
 
-    def test_every_route_but_two_demands_one(self, guarded, text):
+    def test_every_route_but_probes_and_the_description_demands_one(self, guarded, text):
         routes = self.routes(text)
         assert len(routes) > 12
         assert {path for _, path in routes} >= OPEN_PATHS | {"/metrics", "/server_info"}
         assert {"/health", "/ready"} == OPEN_PATHS
+        assert {"/health", "/ready", "/openapi.json"} == KEYLESS_PATHS
         with guarded.http() as http:
             for method, path in routes:
                 path = re.sub(r"\{[^}]*\}", "x", path)
                 status = http.request(method, path, content=b"{}").status_code
-                assert (status == 401) == (path not in OPEN_PATHS), path
+                assert (status == 401) == (path not in KEYLESS_PATHS), path
                 known = http.request(method, path, content=b"{}", headers=KEY)
                 assert known.status_code != 401, path
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -36,7 +37,7 @@ from weft.core.ports import EngineClient
 from weft.core.settings import settings_of
 from weft.ring.target_board import TargetBoard
 from weft.server.accounts import RATE_HEADERS, Accounts
-from weft.server.auth import RequireKey, Reserved
+from weft.server.auth import OPENAPI, RequireKey, Reserved
 from weft.server.background import Background
 from weft.server.batches import batch_routes
 from weft.server.body import read_body
@@ -232,6 +233,7 @@ def _routes(handlers: _PlainHandlers) -> list[Route]:
         route(METRICS, "GET", handlers.metrics),
         route("/server_info", "GET", handlers.server_info),
         route("/version", "GET", handlers.version),
+        route(OPENAPI, "GET", handlers.openapi),
     ]
 
 
@@ -255,6 +257,7 @@ class _PlainHandlers:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._description = b""
 
     async def models(self, _: Request) -> Response:
         return json_response(model_list(self._service.builder.card))
@@ -302,6 +305,16 @@ class _PlainHandlers:
 
     async def version(self, _: Request) -> Response:
         return json_response({"version": __version__})
+
+    async def openapi(self, request: Request) -> Response:
+        """The description of all routes, made when it is first asked for."""
+        from weft.server.openapi import describe_routes  # of use to few servers
+
+        if not self._description:
+            routes, root_path = list(request.app.routes), self._service.options.root_path
+            document = await asyncio.to_thread(describe_routes, routes, root_path)
+            self._description = orjson.dumps(document)
+        return Response(self._description, media_type="application/json")
 
     async def server_info(self, _: Request) -> Response:
         service = self._service

@@ -16,7 +16,9 @@ from weft.server.errors import error_response, json_response
 from weft.server.exchange import EXCHANGE, inner_path
 from weft.server.keys import KeyRing
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPENAPI = "/openapi.json"
+OPEN_PATHS = frozenset({"/health", "/ready"})  # probes: also past limits, and by any name
+KEYLESS_PATHS = OPEN_PATHS | {OPENAPI}
 
 
 class NotAllowedError(WeftError):
@@ -46,7 +48,7 @@ class Reserved:
 class RequireKey:
     """Lets requests with a valid key pass; all, if there are no keys.
 
-    Every path but ``OPEN_PATHS`` is guarded, also those that do not exist. The key comes as
+    Every path but ``KEYLESS_PATHS`` is guarded, also those that do not exist. The key comes as
     ``Authorization: Bearer KEY`` or as ``X-Api-Key: KEY``.
 
     Args:
@@ -68,7 +70,7 @@ class RequireKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         http = scope["type"] == "http"
-        if not http or not self._keys.demanded or inner_path(scope) in OPEN_PATHS:
+        if not http or not self._keys.demanded or inner_path(scope) in KEYLESS_PATHS:
             await self._app(scope, receive, send)
             return
         given = _given_key(Headers(scope=scope))

@@ -102,6 +102,11 @@ def render(metrics: Metrics, *, by_key: bool) -> bytes:
     return generate_latest(registry)
 
 
+def families_of(metrics: Metrics, *, by_key: bool) -> Iterator[Metric]:
+    """The families of the page."""
+    return _Families(metrics, by_key).collect()
+
+
 class _Families(Collector):
     def __init__(self, metrics: Metrics, by_key: bool) -> None:
         self._metrics = metrics
