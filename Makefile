@@ -21,7 +21,7 @@ SETS := $(if $(wildcard $(STAMPS)/native-all),all,machine)
 NATIVE := CMakeLists.txt $(shell find src -name '*.cpp' -o -name '*.hpp')
 
 .DEFAULT_GOAL := help
-.PHONY: help serve run test test-again test-deep setup setup-all setup-machine setup-test lint typecheck bench clean distclean
+.PHONY: help serve run docs pages test test-again test-deep setup setup-all setup-machine setup-test lint typecheck bench clean distclean
 
 help:  ## Show this
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -37,6 +37,14 @@ serve: setup-$(SETS)  ## Set up, then serve the built-in model on port 8000
 
 run: setup-$(SETS)  ## Set up, then generate text with the built-in model
 	$(BIN)/weft generate "def fibonacci(n):" --echo --max-tokens 64
+
+docs: $(STAMPS)/docs  ## Build the documentation as a site in build/site
+	$(BIN)/mkdocs build --strict --quiet
+
+pages: setup  ## Print the pages and pictures anew that derive from the code
+	@for page in settings parameters map; do $(BIN)/python tools/$${page}_page.py > $(STAMPS)/page && cp $(STAMPS)/page docs/$$page.md || exit 1; done
+	@for page in http-api commands metrics errors; do $(BIN)/python tools/reference_pages.py $$page > $(STAMPS)/page && cp $(STAMPS)/page docs/$$page.md || exit 1; done
+	@$(BIN)/python tools/interactive_chart.py > $(STAMPS)/page && cp $(STAMPS)/page docs/assets/interactive.svg
 
 test: setup-test  ## Set up, then run all checks, also after one that fails
 	@status=0; for check in "ruff check ." "ruff format --check ." mypy "python -m pytest $(PARALLEL)"; do \
@@ -109,4 +117,9 @@ $(STAMPS)/test: pyproject.toml | $(STAMPS)/install-all
 	$(TORCH) --device=$(or $(DEVICE),auto) --required
 	@$(BIN)/python scripts/requirements.py test > $(STAMPS)/test.txt
 	$(PIP) install --quiet --requirement $(STAMPS)/test.txt $(PIP_ARGS)
+	@touch $@
+
+$(STAMPS)/docs: pyproject.toml | $(STAMPS)/tools
+	@$(BIN)/python scripts/requirements.py docs > $(STAMPS)/docs.txt
+	$(PIP) install --quiet --requirement $(STAMPS)/docs.txt $(PIP_ARGS)
 	@touch $@

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -25,6 +27,17 @@ def test_the_page_of_parameters_is_generated_from_the_declarations():
     assert page == printed_by("parameters_page.py")
 
 
+@pytest.mark.parametrize("name", ["http-api", "commands", "metrics", "errors"])
+def test_the_reference_is_generated_from_the_declarations(name):
+    page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    assert page == printed_by("reference_pages.py", name), "run: make pages"
+
+
+def test_the_chart_shows_what_was_measured():
+    picture = (ROOT / "docs" / "assets" / "interactive.svg").read_text(encoding="utf-8")
+    assert picture == printed_by("interactive_chart.py"), "run: make pages"
+
+
 def test_the_map_has_one_line_for_each_file():
     page = (ROOT / "docs" / "map.md").read_text(encoding="utf-8")
     assert page == printed_by("map_page.py"), "run: python tools/map_page.py > docs/map.md"
@@ -38,8 +51,8 @@ def test_the_table_of_mutants_is_the_tools():
 
 
 def test_links_between_pages_lead_somewhere():
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
