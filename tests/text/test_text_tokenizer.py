@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -193,6 +195,23 @@ class TestBackend:
     def test_is_fastokens_where_it_agrees(self, byte_level):
         assert byte_level.encoder.name == "fastokens"
         assert "agrees" in byte_level.encoder.reason
+
+    def test_is_the_reference_where_fastokens_is_not_installed(self, folders, monkeypatch, caplog):
+        """Once there is enough text; one line of the log says so."""
+        monkeypatch.setitem(sys.modules, "fastokens", None)
+        tokenizer = Tokenizer.load(folders["byte_level"])
+        text = "Hello world, 123! <|eot_id|> 日本語"
+        before = tokenizer.encode(text)
+        with caplog.at_level(logging.INFO, "weft"):
+            tokenizer.encode("a" * CHARS_A_TOKEN * tokenizer.reference.get_vocab_size())
+            eventually(lambda: "not installed" in tokenizer.encoder.reason, 60)
+            eventually(lambda: bool(caplog.messages), 60)
+            assert tokenizer.encode(text) == before
+        assert tokenizer.encoder.name == "tokenizers"
+        assert caplog.messages == [
+            "Text is encoded by tokenizers: fastokens is not installed; "
+            "pip install 'weft[fast]' brings it."
+        ]
 
     def test_is_the_reference_where_fastokens_cannot_load(self, unigram):
         assert unigram.encoder.name == "tokenizers"

@@ -1,4 +1,4 @@
-"""fastokens for encoding, where it gives the ids of the reference."""
+"""fastokens for encoding, where it is installed and gives the ids of the reference."""
 
 from __future__ import annotations
 
@@ -48,6 +48,9 @@ logger = logging.getLogger("weft")
 class Encoder:
     """Encodes by the reference, and by fastokens once there is so much text that it pays.
 
+    fastokens comes with the extra ``fast``. A line of the log says what encodes, once that is
+    decided.
+
     fastokens encodes ten and more times as fast, but to load and compare it takes as long as the
     reference needs for `CHARS_A_TOKEN` characters for each token of the vocabulary, and twice the
     memory. So it is loaded, by a thread beside, once that many characters have been encoded. Safe
@@ -84,20 +87,17 @@ class Encoder:
         with self._adopting:
             if self._decided:
                 return
-            text = self._reference.to_str()
-            fast, self.reason = adopt_fastokens(text, self._reference, self._added)
+            fast, self.reason = adopt_fastokens(self._reference, self._added)
             if fast is not None:
                 self._encode, self.name = fast, "fastokens"
             self._decided, self._chars_left = True, 0
-            logger.debug("Text is encoded by %s: %s.", self.name, self.reason)
+            logger.info("Text is encoded by %s: %s.", self.name, self.reason)
 
     def _by_reference(self, text: str) -> list[int]:
         return list(self._reference.encode(text, add_special_tokens=False).ids)
 
 
-def adopt_fastokens(
-    json_text: str, reference: Reference, added: Sequence[str]
-) -> tuple[Encode | None, str]:
+def adopt_fastokens(reference: Reference, added: Sequence[str]) -> tuple[Encode | None, str]:
     """Return fastokens' encoder if it agrees with ``reference`` on every probe, and a reason.
 
     The probes are fixed strings, added tokens between ordinary text (all unless there are very
@@ -106,8 +106,10 @@ def adopt_fastokens(
     """
     try:
         import fastokens
-
-        fast = fastokens.Tokenizer.from_json_str(json_text)
+    except ModuleNotFoundError:
+        return None, "fastokens is not installed; pip install 'weft[fast]' brings it"
+    try:
+        fast = fastokens.Tokenizer.from_json_str(reference.to_str())
         for probe in _probes(reference, added):
             expected = reference.encode(probe, add_special_tokens=False).ids
             if fast.encode(probe).ids != expected:
