@@ -55,7 +55,7 @@ PARTS = (
     Part("mutants", "tests that find no bugs any more", ("tools/mutants.py",), 120),
     tests("schedulers", "rare traffic: leaks, starvation, wrong order", 150, "null", "sim"),
     tests("servers", "kills at any moment, hangs, leaks over time", 300, "e2e", "batch", "bench"),
-    tests("ring", "races of processes", 40, "ring"),
+    tests("ring", "races of processes", 40, "ring", "deploy"),
     tests("native", "memory errors and data races in C++", 120, "kernels", "native", "resident"),
     tests("requests", "bodies, texts and files of any kind", 120, "server", "api", "text", "arch"),
     tests("engines", "every family, data type and chunking", 200, "numeric", "gpu", "attend"),
@@ -63,7 +63,8 @@ PARTS = (
     tests("fuzz", "damaged checkpoints and requests", 400, "fuzz"),
     tests("referees", "answers that OpenAI's description does not allow", 20, "referees"),
     Part("batches", "two hundred kills beside batches", ("tests/batch_soak.py",), 600),
-    Part("wheel", "what a wheel lacks, or brings too much of", ("tests/wheel.py",), 120, True),
+    Part("wheel", "what packages lack, or bring too much of", ("tests/wheel.py",), 240, True),
+    Part("deploy", "panels and alerts without data", ("tests/deploy/programs.py",), 60, True),
     Part("clients", "requests of real programs", ("tests/referees/clients/run.py",), 480, True),
 )
 

@@ -28,6 +28,7 @@ from weft.core.process import (
     set_process_title,
     start_child,
 )
+from weft.core.service_manager import ServiceManager
 
 if TYPE_CHECKING:
     from weft.engine.keeper import EngineKeeper
@@ -177,8 +178,12 @@ async def run_kept(
     stop = asyncio.create_task(signals.get())
     reaping = asyncio.create_task(_reap(engines, planes if batches is None else [*planes, batches]))
     working = [*serving, *([] if engine is None else [engine])]
+    manager = ServiceManager.of()
+    manager.follow(lambda: all(plane.serves() for plane in planes))
     try:
         await asyncio.wait([stop, *working], return_when=asyncio.FIRST_COMPLETED)
+        if stop.done():
+            manager.stopping()
         if batches is not None:
             batches.end()
         drain_s = ABRUPT_S if engine is not None and engine.done() else drain_timeout_s
@@ -191,6 +196,7 @@ async def run_kept(
         if engines is not None:
             await asyncio.to_thread(engines.stop)
         failures = await asyncio.gather(*working, return_exceptions=True)
+        manager.close()
     for failure in failures:
         if isinstance(failure, Exception):
             raise failure

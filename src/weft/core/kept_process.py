@@ -22,6 +22,10 @@ class KeptProcess(ABC):
         """Of the process that is there or was last; 0 if there has been none."""
         return 0 if self._process is None else self._process.pid
 
+    def serves(self) -> bool:
+        """Whether the process does its work by now."""
+        return self.pid > 0
+
     @abstractmethod
     async def run(self) -> None:
         """Keep the process running until ``end``, and wait until it has ended."""

@@ -65,6 +65,10 @@ class AgentKeeper(KeptProcess):
             logger.warning("The agent of request planes ended (%s); it is restarted.", why)
             await self._ends_within(delay_s)
 
+    def serves(self) -> bool:
+        """Whether the agent lives and there is an engine to connect to."""
+        return self._card.done() and 0 < self._signed_s <= time.monotonic()
+
     def tell(self, card: str) -> None:
         """Pass on the facts of the next engine."""
         self._newest = card

@@ -201,6 +201,10 @@ class Board:
         """The latest value of ``sign``."""
         return int(_LENGTH.unpack_from(self._map, self._own * CELL_BYTES + _LENGTH.size)[0])
 
+    def has_counts(self) -> bool:
+        """Whether the plane, or a predecessor, has shown counts: it does while it serves."""
+        return self._turn(self._own) > 0
+
     def read_own(self) -> dict[str, Any]:
         """The latest counts of this plane's predecessor; empty if there was none."""
         return self._read(self._own)

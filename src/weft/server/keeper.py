@@ -109,6 +109,10 @@ class FrontendKeeper(KeptProcess):
             first = False
             await self._ends_within(delay_s)
 
+    def serves(self) -> bool:
+        """Whether a request plane has answered, this one or one before it."""
+        return self._signs.has_counts()
+
     async def _live(self, announce: bool) -> int:
         """One request plane from its start to its end; its exit code."""
         self._fed_s = math.inf
