@@ -30,6 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_server(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
+        "--ready",
+        action="store_true",
+        help="only say whether the server is ready, which needs no key; for health checks",
+    )
+    parser.add_argument(
         "--interval-s",
         type=float,
         default=1.0,
@@ -49,6 +54,10 @@ def run_status(options: Mapping[str, Any]) -> int:
     if not 0 <= interval_s <= MOST_INTERVAL_S:
         raise ConfigError(f"--interval-s must be from 0 to {MOST_INTERVAL_S:g}, not {interval_s}.")
     with RunningServer(options["url"], options["api_key"]) as server:
+        if options["ready"]:
+            state = server.state()
+            print(json.dumps({"state": state}) if options["json"] else state)
+            return 0 if state == "ready" else 1
         status = collect_status(server, interval_s)
     print(json.dumps(status, indent=2) if options["json"] else format_status(status))
     return 0 if status["state"] == "ready" else 1
