@@ -9,8 +9,10 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MAPPED = re.compile(r"\.(py|pyi|cpp|hpp|cu|cuh|sh|md|json|txt|toml|mjs|jinja|safetensors)$")
-MAPPED_NAMES = {"Makefile", ".ci/run", "LICENSE"}
+MAPPED = re.compile(
+    r"\.(py|pyi|cpp|hpp|cu|cuh|sh|md|json|txt|toml|mjs|jinja|safetensors|ya?ml|service)$"
+)
+MAPPED_NAMES = {"Makefile", ".ci/run", "LICENSE", ".dockerignore", "deploy/Dockerfile"}
 UNMAPPED = re.compile(r"^benchmarks/results/|.*/package-lock\.json$")
 READING_ORDER = (  # a folder stands before those below it that are not named here
     ".",
@@ -37,6 +39,7 @@ READING_ORDER = (  # a folder stands before those below it that are not named he
     "src/weft/bench",
     "tools",
     "scripts",
+    "deploy",
     ".ci",
     "benchmarks",
     "tests",
@@ -46,6 +49,7 @@ BY_HAND = {
     "pyproject.toml": "Package, dependencies, and the settings of build, lint, types and tests.",
     "CMakeLists.txt": "Builds the native extensions.",
     "docs/map.md": "This page.",
+    "deploy/grafana/weft.json": "Grafana's dashboard of weft.",
     "benchmarks/published.json": "Other systems' measurements, with where they are printed.",
     "src/weft/builtin/card.json": "The built-in model's facts, read by the test of its weights.",
     "src/weft/builtin/config.json": "Architecture of the built-in model.",
