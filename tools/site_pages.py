@@ -15,10 +15,11 @@ from typing import Any, ClassVar
 
 from markdown.extensions.toc import slugify
 from mkdocs.exceptions import PluginError
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parents[1]
 RESULTS = "benchmarks/results/"
+SHOWN = {".md", ".png"}  # of results
 # Page of the site -> its title, and the heading of the guide that it begins with, in their order.
 GUIDE = {
     "start": ("Set up and serve", "Set up"),
@@ -48,10 +49,11 @@ def on_files(files: Files, config: Any) -> Files:
     _Links.anchors = {anchor: page for page, text in pages.items() for anchor in anchors_of(text)}
     for page, text in pages.items():
         files.append(File.generated(config, f"guide/{page}.md", content=text))
-    for path in sorted((ROOT / RESULTS).rglob("*.md")):
-        name = path.relative_to(ROOT).as_posix()
-        text = path.read_text(encoding="utf-8")
-        files.append(File.generated(config, _Links.of_results(name), content=text))
+    for path in sorted((ROOT / RESULTS).rglob("*.*")):
+        if path.suffix in SHOWN:
+            place = _Links.of_results(path.relative_to(ROOT).as_posix())
+            level = InclusionLevel.UNDEFINED if path.stem == "README" else InclusionLevel.NOT_IN_NAV
+            files.append(File.generated(config, place, abs_src_path=str(path), inclusion=level))
     return files
 
 
@@ -134,7 +136,7 @@ class _Links:
         """The file of the site that a file of the repository is shown as."""
         if source == "docs/guide.md":
             return f"guide/{self.anchors.get(anchor, 'start')}.md"
-        if source.startswith(RESULTS) and source.endswith(".md"):
+        if source.startswith(RESULTS) and source.endswith(tuple(SHOWN)):
             return self.of_results(source)
         place = source.removeprefix("docs/")
         return place if self._files.get_file_from_path(place) else None
