@@ -26,7 +26,7 @@ POLICIES = {
     "default": "slo, the default",
 }
 WIDTH, LEFT, BAR, STEP = 960, 230, 20, 30
-LONGEST = 560  # of a bar
+LONGEST = 530  # of a bar
 STYLE = """
 .p{fill:#faf8f4}.t{fill:#3b3a36}.s{fill:#77736a}.o{fill:#d9772b}.n{fill:#b9b3a6}.a{stroke:#3b3a36}
 text{font:13px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}

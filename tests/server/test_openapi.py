@@ -314,7 +314,7 @@ def test_errors_have_the_form_that_it_says(told, http, check, name):
         ("Completion", "CreateCompletionResponse"),
         ("EmbeddingList", "CreateEmbeddingResponse"),
         ("ModelList", "ListModelsResponse"),
-        ("Model", "Model"),
+        ("ModelEntry", "Model"),
         ("Batch", "Batch"),
         ("DeletedFile", "DeleteFileResponse"),
     ],

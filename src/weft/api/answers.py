@@ -50,7 +50,7 @@ class CachedTokens(Struct, kw_only=True):
     cached_tokens: int
 
 
-class Usage(Struct, kw_only=True):
+class CompletionUsage(Struct, kw_only=True):
     """Tokens of a request: of all its prompts, and of all its choices."""
 
     prompt_tokens: int
@@ -136,7 +136,7 @@ class ChatCompletion(Head, kw_only=True):
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
-    usage: Usage
+    usage: CompletionUsage
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
 
@@ -163,7 +163,7 @@ class ChatChunk(Head, kw_only=True):
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
+    usage: CompletionUsage | UnsetType | None = UNSET
 
 
 class TextChoice(Struct, kw_only=True):
@@ -181,7 +181,7 @@ class Completion(Head, kw_only=True):
 
     object: Literal["text_completion"]
     choices: list[TextChoice]
-    usage: Usage
+    usage: CompletionUsage
 
 
 class CompletionChunk(Head, kw_only=True):
@@ -189,7 +189,7 @@ class CompletionChunk(Head, kw_only=True):
 
     object: Literal["text_completion"]
     choices: list[TextChoice]
-    usage: Usage | UnsetType | None = UNSET
+    usage: CompletionUsage | UnsetType | None = UNSET
 
 
 # -- responses ----------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ class PromptUsage(Struct, kw_only=True):
     completion_tokens: int | UnsetType = UNSET
 
 
-class Embedding(Struct, kw_only=True):
+class EmbeddedInput(Struct, kw_only=True):
     """A vector; as text it is base64 of float32 numbers."""
 
     object: Literal["embedding"]
@@ -286,7 +286,7 @@ class Embedding(Struct, kw_only=True):
 
 class EmbeddingList(Struct, kw_only=True):
     object: Literal["list"]
-    data: list[Embedding]
+    data: list[EmbeddedInput]
     model: str
     usage: PromptUsage
 

@@ -9,7 +9,7 @@ from msgspec import UNSET, Struct, UnsetType
 from weft.api.answers import InputUsage, LikelyFirst
 
 
-class Model(Struct, kw_only=True):
+class ModelEntry(Struct, kw_only=True):
     """A name of the served model; ``max_model_len`` is its context."""
 
     id: str
@@ -21,7 +21,7 @@ class Model(Struct, kw_only=True):
 
 class ModelList(Struct, kw_only=True):
     object: Literal["list"]
-    data: list[Model]
+    data: list[ModelEntry]
 
 
 class Tokenized(Struct, kw_only=True):
@@ -50,7 +50,7 @@ class Version(Struct, kw_only=True):
     version: str
 
 
-class ServedModel(Struct, kw_only=True):
+class ModelSummary(Struct, kw_only=True):
     names: list[str]
     max_model_len: int
     vocab_size: int
@@ -63,7 +63,7 @@ class ServerInfo(Struct, kw_only=True):
     """The model, every limit of a request, and what the engine says of itself."""
 
     version: str
-    model: ServedModel
+    model: ModelSummary
     limits: dict[str, Any]
     engine: dict[str, Any]
 

@@ -283,7 +283,7 @@ _OF_BATCHES = {
 }
 _OF_MODELS = {
     "GET /v1/models": Operation(MODELS, "The served names", (server_answers.ModelList,)),
-    "GET /v1/models/{name}": Operation(MODELS, "One served name", (server_answers.Model,)),
+    "GET /v1/models/{name}": Operation(MODELS, "One served name", (server_answers.ModelEntry,)),
     "POST /tokenize": Operation(
         MODELS, "Token ids of text or messages", (server_answers.Tokenized,), (TokenizeBody,)
     ),
