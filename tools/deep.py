@@ -64,7 +64,7 @@ PARTS = (
     tests("referees", "answers that OpenAI's description does not allow", 20, "referees"),
     Part("batches", "two hundred kills beside batches", ("tests/batch_soak.py",), 600),
     Part("wheel", "what packages lack, or bring too much of", ("tests/wheel.py",), 240, True),
-    Part("deploy", "panels and alerts without data", ("tests/deploy/programs.py",), 60, True),
+    Part("deploy", "panels and alerts without data", ("tests/deploy/programs.py",), 90, True),
     Part("clients", "requests of real programs", ("tests/referees/clients/run.py",), 480, True),
 )
 

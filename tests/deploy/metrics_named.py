@@ -43,14 +43,17 @@ def alert_queries() -> Iterator[tuple[str, str]]:
             yield rule["alert"], rule["expr"]
 
 
-def other_queries() -> Iterator[tuple[str, str]]:
-    """Those of the dashboard's variables and annotations."""
-    found = dashboard()
-    for variable in found["templating"]["list"]:
+def annotation_queries() -> Iterator[tuple[str, str]]:
+    """Titles of the marks in panels, and what they ask for."""
+    for annotation in dashboard()["annotations"]["list"]:
+        yield annotation["name"], annotation["expr"]
+
+
+def variable_queries() -> Iterator[tuple[str, str]]:
+    """Names of the dashboard's variables, and where Grafana takes their values from."""
+    for variable in dashboard()["templating"]["list"]:
         if variable["type"] == "query":
             yield variable["name"], variable["definition"]
-    for annotation in found["annotations"]["list"]:
-        yield annotation["name"], annotation["expr"]
 
 
 def selectors(query: str) -> list[Selector]:

@@ -10,11 +10,12 @@ from metrics_named import (
     DEPLOY,
     Selector,
     alert_queries,
+    annotation_queries,
     dashboard,
     grouped_by,
-    other_queries,
     panel_queries,
     selectors,
+    variable_queries,
 )
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -27,7 +28,7 @@ from weft.server.probe import NoProbe
 
 OF_PROMETHEUS = {"instance", "job"}
 CLASSES = [ServiceClass("interactive", 1, ttft_s=1.0, tpot_s=0.1), ServiceClass("batch", 3)]
-QUERIES = [*panel_queries(), *alert_queries(), *other_queries()]
+QUERIES = [*panel_queries(), *alert_queries(), *annotation_queries(), *variable_queries()]
 
 
 class Telling(NoProbe):
