@@ -5,6 +5,7 @@
 
 // A small info page, so that its interleavings can be listed.
 #define WEFT_RING_INFO(X) X(first) X(second) X(third) X(fourth)
+#include "log.hpp"
 #include "steps.hpp"
 #include "resident/lease_steps.hpp"
 
@@ -20,6 +21,7 @@ struct World {
   uint32_t client_epoch = 1;
   Doorbell<kBells> bell{};
   InfoPage info{};
+  Log<2, 2> log{};
   uint32_t lease = 0;
   uint64_t shadow[16] = {};  // what the scenario keeps track of
 };
@@ -39,6 +41,7 @@ void hash_world(Hash& hash) {
   hash.mix(&world.client_epoch, sizeof world.client_epoch);
   hash.mix(&world.bell, sizeof world.bell);
   hash.mix(&world.info, sizeof world.info);
+  hash.mix(&world.log, sizeof world.log);
   hash.mix(&world.lease, sizeof world.lease);
   hash.mix(world.shadow, sizeof world.shadow);
 }
@@ -523,11 +526,51 @@ Scenario info_page() {
           [] {}};
 }
 
+// An engine writes more entries than there is room for, and may die amid one; the next one goes on.
+// With -DHASTY_READER a reader looks at the turn of an entry only before it reads the rest.
+Scenario log_of_steps() {
+  const auto put = [](uint64_t value) {
+    const uint64_t values[2] = {value, value};
+    append(world.log, values);
+  };
+  return {"log of steps",
+          [put] {
+            actors.push_back(actor([put] {
+              for (uint64_t value = 1; value <= 3; ++value) put(value);
+            }, true));
+            actors.push_back(actor([put] {
+              wait_until([] { return actors[0].done || actors[0].killed; });
+              put(4);
+            }));
+            actors.push_back(actor([] {
+              const uint64_t written = load(world.log.written);
+              for (uint64_t n = world.log.oldest(written); n < written; ++n) {
+                uint64_t values[2];
+#if defined(HASTY_READER)
+                const LogEntry<2>& entry = world.log.entries[n % 2];
+                if (load(entry.turn) != 2 * n + 2) continue;
+                for (int i = 0; i < 2; ++i) values[i] = load(entry.values[i]);
+#else
+                if (!read_entry(world.log, n, values)) continue;
+#endif
+                require(values[0] == values[1], "a torn step");
+                require(values[0] == n + 1 || values[0] == 4, "the step of another round");
+              }
+            }));
+          },
+          [] {
+            uint64_t values[2];
+            const uint64_t written = world.log.written;
+            require(written > 0 && read_entry(world.log, written - 1, values) && values[0] == 4,
+                    "the next engine's step is lost");
+          }};
+}
+
 }  // namespace explore
 
 int main() {
   using namespace explore;
   return explore_all({stale_handles(), cancellation(), two_writers(), two_engines(),
                       zombie_engine(), dead_client(), growing_output(), leased_steps(),
-                      wake_up_calls(), info_page()});
+                      wake_up_calls(), info_page(), log_of_steps()});
 }

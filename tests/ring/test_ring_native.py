@@ -15,7 +15,7 @@ from depth import deep
 
 HERE = Path(__file__).parent
 HEADERS = HERE.parents[1] / "src" / "weft" / "ring"
-SCENARIOS = 10
+SCENARIOS = 11
 
 
 def run(program: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -87,12 +87,14 @@ def test_every_interleaving_of_atomic_steps(build):
         ("HASTY_RECLAIM", {"dead request plane"}),
         ("EARLY_GROWTH", {"growing output"}),
         ("SHARED_BELL", {"wake-ups"}),
+        ("HASTY_READER", {"log of steps"}),
     ],
 )
 def test_the_explorer_can_fail(build, broken, scenarios):
     """It must find what goes wrong with exchanges torn into a load and a store, an epoch that is
-    read too early, a piece that is announced too early, two writers of one bell, and a host that
-    does not wait for the loop that it has lent its rows.
+    read too early, a piece that is announced too early, two writers of one bell, a reader that does
+    not look again at what it has read, and a host that does not wait for the loop that it has lent
+    its rows.
     """
     done = run(build("interleave", f"-D{broken}"))
     assert done.returncode == 1

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
 from weft.core.errors import WeftError
-from weft.core.types import FinishReason, SamplingParams, TokenLogprob
+from weft.core.types import FinishReason, SamplingParams, Sequence, TokenLogprob
 
 # How long a step that only carries piggybacked rows waits for a result: new requests wait with it.
 PIGGYBACK_WAIT_S = 0.01
@@ -354,13 +354,41 @@ class Update(NamedTuple):
     embedding: bytes | None = None
 
 
+class CommittedStep(NamedTuple):
+    """What a committed step was, for the log of steps.
+
+    Attributes:
+        step_id: of the last step, where others followed under a lease.
+        began_s, ended_s: on the scheduler's clock, of all of them together.
+        predicted_s: how long the policy expected one to take; 0 if it does not say.
+        steps: this one and those that followed it under its lease, which had the same rows.
+        split: whether it was computed in two halves.
+        drafts: tokens that were guessed and checked.
+        host_tokens: output tokens that came in with it whose attention the host has computed.
+        sequences, counts: its rows and the tokens of each that were computed.
+    """
+
+    step_id: int
+    began_s: float
+    ended_s: float
+    predicted_s: float
+    steps: int
+    split: bool
+    drafts: int
+    host_tokens: int
+    sequences: list[Sequence]
+    counts: list[int]
+
+
 class StepOutputs(NamedTuple):
     """The outputs of a committed step, as the loop publishes them.
 
     Attributes:
         tokens: (sequence id, new token) of every sequence about which there is nothing else to say.
         updates: the others; each new token stands in exactly one of the two lists.
+        step: what the step was; None if these are of no step, or nobody knows the time.
     """
 
     tokens: list[tuple[int, int]]
     updates: list[Update]
+    step: CommittedStep | None = None

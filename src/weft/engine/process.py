@@ -26,7 +26,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
@@ -53,7 +54,7 @@ from weft.kv.lower_prefixes import LowerPrefixes
 from weft.kv.pool import BlockPool, fullest
 from weft.kv.tiers import TieredCache
 from weft.ring.inbox import RingInbox
-from weft.ring.layout import INFO_CLASSES, EngineInfo
+from weft.ring.layout import INFO_CLASSES, EngineInfo, places_of_classes
 from weft.ring.segment import RingFds
 from weft.ring.target_board import TargetBoard
 
@@ -136,6 +137,7 @@ def _run(options: argparse.Namespace) -> NoReturn:
         inbox = RingInbox(
             [RingFds.parse(text) for text in options.ring],
             vocab_size=engine.model.spec.vocab_size,
+            classes=[row.name for row in engine.scheduler.policy.classes],
             max_crashes=config.max_crashes,
         )
     except WeftError as error:
@@ -339,6 +341,11 @@ def _info(engine: Engine, ready: bool) -> EngineInfo:
         **_slower(scheduler.parts),
         **_on_disk(scheduler.cache.lower),
         **_targets(scheduler.policy.classes),
+        **_queues(
+            scheduler.policy.classes,
+            (sequence.request.service_class for sequence in waiting),
+            (sequence.request.service_class for sequence in scheduler.sequences.running),
+        ),
         **asdict(scheduler.totals),
     )
 
@@ -379,6 +386,22 @@ def _targets(classes: Sequence[ServiceClass]) -> dict[str, int]:
         found[f"ttft_us_{index}"] = round(1e6 * (row.ttft_s or 0))
         found[f"tpot_us_{index}"] = round(1e6 * (row.tpot_s or 0))
     return found
+
+
+def _queues(
+    classes: Sequence[ServiceClass], waiting: Iterable[str], running: Iterable[str]
+) -> dict[str, int]:
+    """What waits and runs of each class, as the info page has it.
+
+    Args:
+        waiting, running: the classes of these sequences.
+    """
+    places = places_of_classes([row.name for row in classes])
+    found: Counter[str] = Counter()
+    for kind, names in (("waiting", waiting), ("running", running)):
+        for name, count in Counter(names).items():
+            found[f"{kind}_{places[name]}"] += count
+    return dict(found)
 
 
 def _tell(report: BinaryIO, line: dict[str, Any]) -> None:

@@ -54,7 +54,7 @@ class AgentSide {
   void forget() {
     std::fill(told_.begin(), told_.end(), Told{});
     header_ = {};
-    info_ = 0;
+    info_ = steps_ = recoveries_ = 0;
     pending_ = true;
   }
 
@@ -91,7 +91,7 @@ class AgentSide {
   }
 
   // Changes since the last call, as many as fit into a part or two; empty if there are none. `whole`
-  // asks for the info page, too.
+  // asks for the info page and the log, too.
   std::vector<std::string> collect(bool whole) {
     if (whole) tell_state();
     const auto& bell = segment_.header().to_client;
@@ -262,7 +262,7 @@ class AgentSide {
     if (ended && !(seen == told.given)) changes_.put(&slot.final, sizeof slot.final);
   }
 
-  // The engine's part of the header, and its info page.
+  // The engine's part of the header, its info page, and its log.
   void tell_state() {
     const Header& header = segment_.header();
     const State32 now{load(header.epoch), load(header.engine_pid), load(header.memory_kills),
@@ -275,6 +275,8 @@ class AgentSide {
       changes_.put(&header.epoch, &now.epoch, sizeof(uint32_t));
       header_ = now;
     }
+    tell_log(segment_.log().steps, steps_);
+    tell_log(segment_.log().recoveries, recoveries_);
     const InfoPage& page = segment_.info();
     const uint64_t sequence = load(page.sequence);
     if (sequence == info_ || sequence % 2) return;
@@ -286,6 +288,20 @@ class AgentSide {
     info_ = sequence;
   }
 
+  // Entries since the last call. The copy has one writer, and is read between two messages.
+  template <int Fields, int Entries>
+  void tell_log(const Log<Fields, Entries>& log, uint64_t& told) {
+    const uint64_t written = load(log.written);
+    if (written == told) return;
+    for (uint64_t n = std::max(told, log.oldest(written)); n < written; ++n) {
+      LogEntry<Fields> entry{2 * n + 2, {}};
+      if (!read_entry(log, n, entry.values)) continue;
+      changes_.put(&log.entries[n % Entries], &entry, sizeof entry);
+    }
+    changes_.put(&log.written, &written, sizeof written);
+    told = written;
+  }
+
   std::shared_ptr<Segment> shared_;
   Segment& segment_;
   Changes changes_;
@@ -294,6 +310,7 @@ class AgentSide {
   std::vector<uint32_t> changed_;  // slots with news
   State32 header_;
   uint64_t info_ = 0;     // sequence of the page that was told
+  uint64_t steps_ = 0, recoveries_ = 0;  // entries of the log that were told
   bool pending_ = true;   // there are, or may be, more news than were told
   uint32_t woken_ = 0, heard_[kBells] = {};
 };

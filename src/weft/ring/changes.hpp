@@ -126,7 +126,7 @@ class LinkMemory {
       : segment_(&segment), changes_(std::make_unique<Changes>(segment)) {}
 
   // What the engine has written. Throws SegmentError if it may not write there: all that it writes
-  // in a ring are its words, its info page, and what is lent of the arena.
+  // in a ring are its words, its info page, its log, and what is lent of the arena.
   void apply(std::string_view text) {
     apply_changes(*segment_, text, [this](Place place, bool discarded) {
       return !discarded && may_change(place);
@@ -181,7 +181,8 @@ class LinkMemory {
     }
     constexpr uint64_t begin = offsetof(Header, epoch), end = offsetof(Header, client_epoch);
     return place.within(begin, end - begin) ||
-           place.within(behind_header(&segment.info()), sizeof(InfoPage));
+           place.within(behind_header(&segment.info()), sizeof(InfoPage)) ||
+           place.within(behind_header(&segment.log()), sizeof(LogPages));
   }
 
   const Segment* segment_;

@@ -32,7 +32,14 @@ from weft.core.plan import Update
 from weft.core.sinks import Sink, deliver
 from weft.core.types import FinishReason, Request
 from weft.ring.codec import pack_sampling, pack_token_lists, unpack_news
-from weft.ring.layout import REASON_OF, SIZES, EngineInfo, Refusal
+from weft.ring.layout import (
+    REASON_OF,
+    SIZES,
+    EngineInfo,
+    LoggedRecovery,
+    LoggedStep,
+    Refusal,
+)
 from weft.ring.link import RingAccess
 from weft.ring.port import open_port
 from weft.ring.segment import RingFds
@@ -191,6 +198,21 @@ class RingClient:
         if self._port.failure is not None:
             return replace(self._info, ready=0)
         return self._info
+
+    def steps(self, since: int) -> tuple[int, list[LoggedStep]]:
+        """How many steps were logged so far, and those from number ``since`` on that are there."""
+        written, entries = self._ring.steps(since)
+        ahead_ns = self._port.ahead_ns
+        return written, [LoggedStep.read(number, values, ahead_ns) for number, values in entries]
+
+    def recoveries(self) -> list[LoggedRecovery]:
+        """The latest engines that took over from another one, the oldest first."""
+        ahead_ns = self._port.ahead_ns
+        _, entries = self._ring.recoveries()
+        return [
+            LoggedRecovery(engine, step, died_ns - ahead_ns, back_ns - ahead_ns)
+            for _, (engine, step, died_ns, back_ns) in entries
+        ]
 
     @property
     def engines(self) -> int:

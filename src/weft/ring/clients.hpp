@@ -185,6 +185,9 @@ void bind_client(nb::class_<C>& bound) {
       .def("wake", [](C& c) { c.side().wake(); })
       .def("detach", &C::detach)
       .def("info", [](C& c) { return info_of(c.side().info()); })
+      .def("steps",
+           [](C& c, uint64_t since) { return entries_of(c.side().log().steps, since); }, "since"_a)
+      .def("recoveries", [](C& c) { return entries_of(c.side().log().recoveries, 0); })
       .def("look", [](C& c, uint32_t i) { return look(c.side().segment(), i); }, "slot"_a)
       .def("engines", [](C& c) { return load(c.side().segment().header().epoch); })
       .def("engine_pid", [](C& c) { return load(c.side().segment().header().engine_pid); })

@@ -24,12 +24,13 @@ from weft.core.errors import EngineDeadError, InvariantError, ParameterError, We
 from weft.core.plan import StepOutputs, Update
 from weft.core.ports import Lease
 from weft.core.process import BEAT_S
-from weft.core.types import FinishReason, Request
+from weft.core.types import DEFAULT_CLASSES, FinishReason, Request
 from weft.ring import _native
 from weft.ring.codec import SAMPLING, pack_logprob, unpack_request
 from weft.ring.layout import FINISH_OF, REASON_OF, Bell, EngineInfo
 from weft.ring.recover import Quarantine
 from weft.ring.segment import RingFds, attached
+from weft.ring.step_log import StepLog
 
 _NO_PROCESS = (errno.ESRCH, errno.EINVAL)  # it has ended, or its number is corrupt
 
@@ -43,6 +44,7 @@ class RingInbox:
 
     Args:
         vocab_size: prompts with ids beyond it are refused.
+        classes: names of the service classes, which the log of steps counts apart.
         max_crashes: engines that may die of one request that alone is to blame.
         spin_s: how long ``wait`` looks before it sleeps.
 
@@ -55,12 +57,14 @@ class RingInbox:
         rings: Seq[RingFds],
         *,
         vocab_size: int | None = None,
+        classes: Seq[str] = tuple(row.name for row in DEFAULT_CLASSES),
         max_crashes: int = 3,
         spin_s: float = 50e-6,
     ) -> None:
         with attached():
             self._engine = _native.Engine([(fds.memory, fds.wake) for fds in rings], SAMPLING)
         self._outlet = self._engine.outlet()
+        self._log = StepLog(self._engine, classes)
         self.closed = False
         self._vocab_size = vocab_size
         self._quarantine = Quarantine(self._engine, max_crashes)
@@ -114,7 +118,8 @@ class RingInbox:
     def publish(self, outputs: StepOutputs) -> None:
         """Write tokens and ends where the request planes find them, and wake those who sleep.
 
-        What a slot can no longer take, because its words are corrupt, is lost with that slot alone.
+        Then write the step into the log. What a slot can no longer take, because its words are
+        corrupt, is lost with that slot alone.
 
         Raises:
             InvariantError: another engine holds the rings now; this one must end.
@@ -125,6 +130,8 @@ class RingInbox:
         self._engine.flush(Bell["OUTPUT"])
         if not held and self._engine.superseded:
             raise InvariantError("Another engine has taken over the ring.")
+        if outputs.step is not None:
+            self._log.write(outputs.step)
 
     def _say(self, update: Update) -> bool:
         sequence_id, held = update.sequence_id, True
@@ -180,6 +187,7 @@ class RingInbox:
         sleeping is seen then at the latest.
         """
         self._watch.look()
+        self._log.forget()
         if not self.closed:
             sleep_s = BEAT_S if timeout_s is None else min(timeout_s, BEAT_S)
             self._engine.wait(self._spin_ns, int(sleep_s * 1e9))

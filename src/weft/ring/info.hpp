@@ -19,5 +19,7 @@
   X(place_free_blocks_2) X(place_jobs_2) X(place_round_trip_us_2) X(place_sent_bytes_2)            \
   X(place_sessions_2) X(place_up_3) X(place_blocks_3) X(place_free_blocks_3) X(place_jobs_3)       \
   X(place_round_trip_us_3) X(place_sent_bytes_3) X(place_sessions_3) X(resident_steps) \
-  X(split_steps)
+  X(split_steps) X(died_ns) X(waiting_0) X(waiting_1) X(waiting_2) X(waiting_3) X(waiting_4)       \
+  X(waiting_5) X(waiting_6) X(waiting_7) X(running_0) X(running_1) X(running_2) X(running_3)       \
+  X(running_4) X(running_5) X(running_6) X(running_7)
 #endif

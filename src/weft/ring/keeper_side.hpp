@@ -1,6 +1,8 @@
 // The keeper's side of a ring: the info page while a dead engine has no successor yet.
 #pragma once
 
+#include <chrono>
+
 #include "segment.hpp"
 #include "steps.hpp"
 
@@ -12,11 +14,13 @@ class KeeperSide {
 
   Segment& segment() { return *segment_; }
 
-  // The engine takes no requests; the other values of its info page stay.
+  // The engine has died and takes no requests; the other values of its info page stay.
   void not_ready() {
     uint64_t values[kInfoFields];
     for (int i = 0; i < kInfoFields; ++i) values[i] = load(segment_->info().values[i]);
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
     values[static_cast<int>(Info::ready)] = 0;
+    values[static_cast<int>(Info::died_ns)] = std::chrono::nanoseconds(now).count();
     write_info(segment_->info(), values);
   }
 

@@ -1,4 +1,4 @@
-"""The layout that Python shares with ``ring.hpp``: states, reasons and the engine's info page.
+"""The layout that Python shares with ``ring.hpp``: states, reasons, the info page and the log.
 
 Every number comes from the compiled header through the binding; nothing is typed twice.
 """
@@ -6,8 +6,10 @@ Every number comes from the compiled header through the binding; nothing is type
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import astuple, dataclass, fields
 from enum import IntEnum
+from typing import NamedTuple
 
 from weft.core.types import FinishReason
 from weft.ring import _native
@@ -33,6 +35,21 @@ FINISH_OF: Mapping[int, FinishReason] = {value: reason for reason, value in REAS
 
 
 INFO_CLASSES = 4  # whose targets the info page has
+COUNTED_CLASSES = SIZES["log_classes"]  # that the info page and the log of steps count apart
+OTHER_CLASSES = "(others)"
+
+
+def counted_classes(names: Seq[str]) -> list[str]:
+    """The names under which classes are counted, in the order of the page and of the log."""
+    ordered = sorted(names)
+    if len(ordered) <= COUNTED_CLASSES:
+        return ordered
+    return [*ordered[: COUNTED_CLASSES - 1], OTHER_CLASSES]
+
+
+def places_of_classes(names: Seq[str]) -> dict[str, int]:
+    """The place of each class in ``counted_classes``."""
+    return {name: min(at, COUNTED_CLASSES - 1) for at, name in enumerate(sorted(names))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +93,9 @@ class EngineInfo:
             connections. The last four since the start.
         resident_steps: of all steps, those that the resident loop computed; since the start.
         split_steps: of all steps, those in two halves that overlap on a GPU; since the start.
+        died_ns: when the engine died, as long as it has no successor; the keeper says so.
+        waiting_0, running_0, ...: the waiting and running ones of each class, in the order of
+            ``counted_classes``.
     """
 
     ready: int = 0
@@ -165,6 +185,23 @@ class EngineInfo:
     place_sessions_3: int = 0
     resident_steps: int = 0
     split_steps: int = 0
+    died_ns: int = 0
+    waiting_0: int = 0
+    waiting_1: int = 0
+    waiting_2: int = 0
+    waiting_3: int = 0
+    waiting_4: int = 0
+    waiting_5: int = 0
+    waiting_6: int = 0
+    waiting_7: int = 0
+    running_0: int = 0
+    running_1: int = 0
+    running_2: int = 0
+    running_3: int = 0
+    running_4: int = 0
+    running_5: int = 0
+    running_6: int = 0
+    running_7: int = 0
 
     @property
     def targets(self) -> tuple[tuple[float | None, float | None], ...]:
@@ -177,10 +214,79 @@ class EngineInfo:
         )
         return tuple((ttft / 1e6 or None, tpot / 1e6 or None) for ttft, tpot in given)
 
+    @property
+    def queues(self) -> tuple[tuple[int, int], ...]:
+        """Waiting and running sequences of each counted class."""
+        values = self.values()
+        waiting, running = values[-2 * COUNTED_CLASSES :], values[-COUNTED_CLASSES:]
+        return tuple(zip(waiting, running, strict=False))
+
     def values(self) -> list[int]:
         """The fields in the order of the page."""
         return list(astuple(self))
 
 
-if tuple(field.name for field in fields(EngineInfo)) != _native.INFO_FIELDS:
+@dataclass(frozen=True, slots=True)
+class LoggedStep:
+    """A step in the log; times on the monotonic clock.
+
+    Attributes:
+        number: of the entry; goes on over all engines of a ring.
+        engine: its number: 1 for the first, one more for each that took over.
+        step: its number since the start of that engine.
+        predicted_ns: how long one of the ``steps`` was expected to take; 0 where nobody says.
+        steps: this one and those that followed it under its lease, which had the same rows.
+        split: 1 if it was computed in two halves.
+        drafts: tokens that were guessed and checked.
+        host_tokens: output tokens that came in with it whose attention the host has computed.
+        prefill: prompt tokens of each class, in the order of ``counted_classes``.
+        decode: rows of each class that decode.
+    """
+
+    number: int
+    engine: int
+    step: int
+    began_ns: int
+    ended_ns: int
+    predicted_ns: int
+    steps: int
+    split: int
+    drafts: int
+    host_tokens: int
+    prefill: tuple[int, ...]
+    decode: tuple[int, ...]
+
+    @classmethod
+    def read(cls, number: int, values: Seq[int], ahead_ns: int = 0) -> LoggedStep:
+        """Make one of the values of an entry, on a clock that is behind the engine's."""
+        classes = -2 * COUNTED_CLASSES
+        engine, step, began_ns, ended_ns, *others = values[:classes]
+        prefill, decode = tuple(values[classes:-COUNTED_CLASSES]), tuple(values[-COUNTED_CLASSES:])
+        return cls(
+            number, engine, step, began_ns - ahead_ns, ended_ns - ahead_ns, *others, prefill, decode
+        )
+
+
+class LoggedRecovery(NamedTuple):
+    """An engine that took over from another one; times on the monotonic clock.
+
+    Attributes:
+        engine: its number, as in `LoggedStep`.
+        next_step: the entry of its first step.
+        died_ns: when the one before it died; where nobody saw that, when it last said something.
+        back_ns: when the new one took over.
+    """
+
+    engine: int
+    next_step: int
+    died_ns: int
+    back_ns: int
+
+
+_BY_CLASS = tuple(f"{kind}_{at}" for kind in ("prefill", "decode") for at in range(COUNTED_CLASSES))
+if (
+    tuple(field.name for field in fields(EngineInfo)) != _native.INFO_FIELDS
+    or (*LoggedStep.__slots__[1:-2], *_BY_CLASS) != _native.STEP_FIELDS
+    or LoggedRecovery._fields != _native.RECOVERY_FIELDS
+):
     raise ImportError("weft.ring._native was built from another version; build it again")

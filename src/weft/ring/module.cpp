@@ -160,6 +160,13 @@ class Engine {
     std::copy(given.begin(), given.end(), values);
     for (EngineSide& side : sides_) weft::ring::write_info(side.segment().info(), values);
   }
+  // The fields of a step in the log, but for the first.
+  void log_step(const std::vector<uint64_t>& given) {
+    if (given.size() != kStepFields - 1) throw nb::value_error("a field of the step is missing");
+    uint64_t values[kStepFields];
+    std::copy(given.begin(), given.end(), values + 1);
+    for (EngineSide& side : sides_) side.log_step(values);
+  }
   uint64_t refused() {
     uint64_t sum = 0;
     for (EngineSide& side : sides_) sum += side.refused();
@@ -260,6 +267,9 @@ void bind_layout(nb::module_& m) {
   sizes["max_top"] = kMaxTop;
   sizes["sampling_head"] = sizeof(SamplingHead);
   sizes["suspected"] = kSuspected;
+  sizes["log_classes"] = kLogClasses;
+  sizes["logged_steps"] = kLoggedSteps;
+  sizes["logged_recoveries"] = kLoggedRecoveries;
   m.attr("SIZES") = sizes;
   m.attr("STATES") = nb::make_tuple("EMPTY", "WRITING", "PREFILL_PENDING", "PREFILL_PROCESSING",
                                     "DECODE_PROCESSING", "DECODE_PAUSED", "DECODE_COMPLETED");
@@ -272,17 +282,26 @@ void bind_layout(nb::module_& m) {
   set["prompt_logprobs"] = uint32_t{kPromptLogprobs};
   set["embed"] = uint32_t{kEmbed};
   m.attr("SET") = set;
-  nb::list fields;
+  nb::list fields, of_step, of_recovery;
 #define WEFT_RING_FIELD(name) fields.append(#name);
   WEFT_RING_INFO(WEFT_RING_FIELD)
 #undef WEFT_RING_FIELD
+#define WEFT_RING_FIELD(name) of_step.append(#name);
+  WEFT_RING_STEP(WEFT_RING_FIELD)
+#undef WEFT_RING_FIELD
+#define WEFT_RING_FIELD(name) of_recovery.append(#name);
+  WEFT_RING_RECOVERY(WEFT_RING_FIELD)
+#undef WEFT_RING_FIELD
   m.attr("INFO_FIELDS") = nb::tuple(fields);
+  m.attr("STEP_FIELDS") = nb::tuple(of_step);
+  m.attr("RECOVERY_FIELDS") = nb::tuple(of_recovery);
   m.def("may_move", [](int from, int to, int by) {
     return may_move(static_cast<State>(from), static_cast<State>(to), static_cast<Side>(by));
   }, "before"_a, "after"_a, "by"_a);
   m.def("offsets", [](uint32_t slots) {
     const Header header = Segment::plan(slots, kPage, 0, kPage);
     nb::dict offsets;
+    offsets["log"] = header.log_offset;
     offsets["asked"] = header.asked_offset;
     offsets["given"] = header.given_offset;
     offsets["slots"] = header.slots_offset;
@@ -330,6 +349,7 @@ NB_MODULE(_native, m) {
       .def("cleared", &Engine::cleared, "id"_a)
       .def("open_ids", &Engine::open_ids)
       .def("write_info", &Engine::write_info, "values"_a)
+      .def("log_step", &Engine::log_step, "values"_a)
       .def_prop_ro("refused", &Engine::refused)
       .def_prop_ro("superseded", &Engine::superseded)
       .def_prop_ro("epoch", &Engine::epoch);

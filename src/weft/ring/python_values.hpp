@@ -3,11 +3,13 @@
 
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 #include <vector>
 
 #include "info.hpp"
+#include "log.hpp"
 #include "records.hpp"
 #include "segment.hpp"
 
@@ -24,6 +26,22 @@ inline nb::dict info_of(const InfoPage& page) {
   WEFT_RING_INFO(WEFT_RING_FIELD)
 #undef WEFT_RING_FIELD
   return info;
+}
+
+// How many entries there were so far, and those that are there of them from `since` on, with their
+// numbers. A log that has fewer than `since` is another one: all of it.
+template <int Fields, int Entries>
+nb::tuple entries_of(const Log<Fields, Entries>& log, uint64_t since) {
+  const uint64_t written = load(log.written);
+  nb::list entries;
+  for (uint64_t n = std::max(since > written ? 0 : since, log.oldest(written)); n < written; ++n) {
+    uint64_t values[Fields];
+    if (!read_entry(log, n, values)) continue;
+    nb::list row;
+    for (const uint64_t value : values) row.append(value);
+    entries.append(nb::make_tuple(n, row));
+  }
+  return nb::make_tuple(written, entries);
 }
 
 inline nb::tuple python_of(const Scored& scored) {

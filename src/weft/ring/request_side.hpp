@@ -194,6 +194,10 @@ class RequestSide {
     ring();
   }
 
+  const LogPages& log() {
+    memory_.read(&segment_.log(), sizeof(LogPages));
+    return segment_.log();
+  }
   const InfoPage& info() {
     memory_.read(&segment_.info(), sizeof(InfoPage));
     return segment_.info();

@@ -1,6 +1,6 @@
 // The ring: shared memory between request plane and engine. For C++ on the host and for CUDA.
 //
-//   header page | info page | asked[] | given[] | slots | arena (prompts and outputs)
+//   header page | info page | log | asked[] | given[] | slots | arena (prompts and outputs)
 //
 // One slot is one sequence. Two words say in which state it is: the request plane writes asked[i],
 // the engine given[i], and each side reads the other's array in one go. In each state one side may
@@ -46,7 +46,7 @@ namespace order = std;
 #endif
 
 inline constexpr uint64_t kMagic = 0x676e697274666577;  // "weftring"
-inline constexpr uint32_t kVersion = 19;  // any change of layout or meaning
+inline constexpr uint32_t kVersion = 20;  // any change of layout or meaning
 inline constexpr uint64_t kPage = 4096;
 inline constexpr uint64_t kAlign = 64;  // of every extent in the arena, and of slots
 inline constexpr uint32_t kMaxSlots = 65535;
@@ -310,7 +310,8 @@ struct Header {
   uint64_t magic;
   uint32_t version, header_bytes, info_bytes, slot_bytes;
   uint32_t slots, not_slots;  // the latter has every bit the other way
-  uint64_t total_bytes, info_offset, asked_offset, given_offset, slots_offset;
+  uint64_t total_bytes, info_offset, log_offset, log_bytes;
+  uint64_t asked_offset, given_offset, slots_offset;
   uint64_t arena_offset, arena_bytes;
   uint64_t sampling;      // a hash of the fields that follow SamplingHead
   // Of the arena, those that may be in use when a request is taken; the latter every bit inverted.

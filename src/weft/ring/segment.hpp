@@ -14,6 +14,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "log.hpp"
 #include "ring.hpp"
 
 namespace weft::ring {
@@ -63,6 +64,7 @@ class Segment {
 
   Header& header() const { return *reinterpret_cast<Header*>(base_); }
   InfoPage& info() const { return *reinterpret_cast<InfoPage*>(base_ + info_offset_); }
+  LogPages& log() const { return *reinterpret_cast<LogPages*>(base_ + log_offset_); }
   uint64_t& asked(uint32_t index) const {
     return reinterpret_cast<uint64_t*>(base_ + asked_offset_)[index];
   }
@@ -104,7 +106,9 @@ class Segment {
     header.slots = slots;
     header.not_slots = ~slots;
     header.info_offset = kPage;
-    header.asked_offset = 2 * kPage;
+    header.log_offset = 2 * kPage;
+    header.log_bytes = sizeof(LogPages);
+    header.asked_offset = header.log_offset + round_up(header.log_bytes, kPage);
     header.given_offset = round_up(header.asked_offset + slots * sizeof(uint64_t), kPage);
     header.slots_offset = round_up(header.given_offset + slots * sizeof(Given), kPage);
     header.arena_offset = round_up(header.slots_offset + slots * sizeof(Slot), kPage);
@@ -154,6 +158,7 @@ class Segment {
     }
     slots_ = seen.slots;
     info_offset_ = seen.info_offset;
+    log_offset_ = seen.log_offset;
     asked_offset_ = seen.asked_offset;
     given_offset_ = seen.given_offset;
     slots_offset_ = seen.slots_offset;
@@ -165,8 +170,8 @@ class Segment {
   }
 
   std::byte* base_ = nullptr;
-  uint64_t bytes_ = 0, info_offset_ = 0, asked_offset_ = 0, given_offset_ = 0, slots_offset_ = 0,
-           arena_offset_ = 0, arena_bytes_ = 0, memory_bytes_ = 0;
+  uint64_t bytes_ = 0, info_offset_ = 0, log_offset_ = 0, asked_offset_ = 0, given_offset_ = 0,
+           slots_offset_ = 0, arena_offset_ = 0, arena_bytes_ = 0, memory_bytes_ = 0;
   uint32_t slots_ = 0;
 };
 

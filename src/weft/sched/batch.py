@@ -65,6 +65,7 @@ class BatchBuilder:
     Attributes:
         admission_blocked: a class waits for memory on its way back, so lower classes start nothing.
         reserves: by priority, the blocks of each group that its newcomers leave to those that run.
+        predicted_s: how long the policy expects it to take; 0 if it does not say.
     """
 
     budget: int
@@ -78,6 +79,7 @@ class BatchBuilder:
     extends: list[RowExtend] = field(default_factory=list)
     drafts: list[tuple[Sequence, tuple[int, ...]]] = field(default_factory=list)
     reserves: dict[int, list[int]] = field(default_factory=dict)
+    predicted_s: float = 0.0
 
     def room(self, start: int, most: int) -> int:  # noqa: ARG002 - some steps ask where
         """The number of a sequence's next ``most`` tokens, from ``start``, that still fit."""
@@ -240,6 +242,9 @@ class Launched:
 
     Attributes:
         lease: steps that may follow it under its lease.
+        at: when it was planned, in seconds.
+        predicted_s: see `BatchBuilder`.
+        split: whether it is computed in two halves.
     """
 
     step_id: int
@@ -248,6 +253,9 @@ class Launched:
     samples: list[bool]
     drafts: list[tuple[Sequence, tuple[int, ...]]] = field(default_factory=list)
     lease: int = 0
+    at: float = 0.0
+    predicted_s: float = 0.0
+    split: bool = False
 
 
 def end_after(sequence: Sequence, token: int) -> FinishReason | None:

@@ -15,7 +15,16 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from weft.core.errors import ParameterError
-from weft.core.plan import StateRow, StepOutputs, StepPlan, StepResult, SubBatch, Tier, Update
+from weft.core.plan import (
+    CommittedStep,
+    StateRow,
+    StepOutputs,
+    StepPlan,
+    StepResult,
+    SubBatch,
+    Tier,
+    Update,
+)
 from weft.core.types import FinishReason, Request, Sequence, ServiceClass
 from weft.sched.admission import Admission
 from weft.sched.batch import BatchBuilder, Launched, end_after, update_of
@@ -143,6 +152,7 @@ class Scheduler:
         self.halves: Halves | None = None
         self._priorities = {row.name: row.priority for row in policy.classes}
         self._launched: deque[Launched] = deque()
+        self._ended_s = 0.0  # when the latest step was committed
         memory.attach(self.sequences, limits.max_num_batched_tokens)
         policy.attach(self)
         for part in self.parts:
@@ -204,7 +214,7 @@ class Scheduler:
         self.memory.open_plan()
         step = self.policy.fill(now)
         if step is not None:
-            return self._launch(step)
+            return self._launch(step, now)
         if self.cache.lower is not None:
             self.cache.lower.nothing_launched()
         return None
@@ -219,7 +229,7 @@ class Scheduler:
         groups = self.limits.groups
         return 0 if len(self._launched) >= groups else -(-len(self.sequences.running) // groups)
 
-    def _launch(self, step: BatchBuilder) -> StepPlan:
+    def _launch(self, step: BatchBuilder, now: float) -> StepPlan:
         """Remember the step and return its plan, with all rows in one sub-batch on the device.
 
         Or in two that overlap there, unless it is leased. A step that only moves KV has no
@@ -236,8 +246,11 @@ class Scheduler:
         self.totals.split_steps += cut < whole
         states = self._states(step, lent=lease > 0)
         self._launched.append(
-            Launched(step_id, step.sequences, step.counts, step.samples, step.drafts, lease)
-        )
+            Launched(
+                step_id, step.sequences, step.counts, step.samples, step.drafts, lease,
+                now, step.predicted_s, cut < whole,
+            )
+        )  # fmt: skip
         plan = StepPlan(
             step_id,
             tuple(sub_batch(step, *half, states=states) for half in halves) if step.rows else (),
@@ -281,6 +294,7 @@ class Scheduler:
     def commit(self, result: StepResult, now: float = 0.0) -> StepOutputs:
         """Commit the oldest launched step and return its outputs."""
         steps = 1 if result.leased is None else 1 + len(result.leased.steps)
+        host_tokens = self.totals.host_tokens
         self.totals.steps += steps - 1
         self.totals.resident_steps += steps - 1
         self.policy.collected(now, leased=steps > 1)
@@ -292,7 +306,19 @@ class Scheduler:
         for part in self.parts:
             part.commit(result, outputs, now)
         self.memory.complete_moves(self.committer)
-        return outputs
+        if not now:
+            return outputs
+        host_tokens = self.totals.host_tokens - host_tokens
+        committed = self._committed(launched, steps, host_tokens, now)
+        return StepOutputs(outputs.tokens, outputs.updates, committed)
+
+    def _committed(self, step: Launched, steps: int, host_tokens: int, now: float) -> CommittedStep:
+        """What the step was that ends now. It began when the one before it had ended."""
+        began_s, self._ended_s = max(step.at, self._ended_s), now
+        return CommittedStep(
+            step.step_id + steps - 1, began_s, now, step.predicted_s, steps, step.split,
+            sum(len(draft) for _, draft in step.drafts), host_tokens, step.sequences, step.counts,
+        )  # fmt: skip
 
     def check(self) -> None:
         """Raise InvariantError if sequences, rows, queue or blocks do not agree."""
