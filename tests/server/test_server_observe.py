@@ -47,6 +47,7 @@ KINDS = {
     "request_queue_time_seconds": "histogram",
     "request_prefill_time_seconds": "histogram",
     "request_decode_time_seconds": "histogram",
+    "request_time_per_output_token_seconds": "histogram",
 }
 
 

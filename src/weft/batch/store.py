@@ -328,6 +328,20 @@ class BatchStore:
         page = read_page(self._base, "batches", where, values, before, limit, False)
         return Page(page.records[::-1], page.has_more)
 
+    def recent_batches(self, owner: bytes | None, since: int, most: int) -> list[BatchRecord]:
+        """Batches that have not ended, or not before ``since``, the newest first.
+
+        Args:
+            owner: whose they are; None for everybody's.
+        """
+        ended = "COALESCE(completed_at, failed_at, expired_at, cancelled_at, 0)"
+        rows = self._base.execute(
+            f"SELECT {_BATCH} FROM batches WHERE (? IS NULL OR owner = ?) "
+            f"AND (status IN {OPEN} OR {ended} >= ?) ORDER BY place DESC LIMIT ?",
+            (owner, owner, since, most),
+        )
+        return [BatchRecord(*row) for row in rows]
+
     def delete_batch(self, owner: bytes, batch_id: str) -> None:
         """Forget a batch that has ended, and its results.
 

@@ -50,6 +50,8 @@ from weft.server.generation import endpoint_routes
 from weft.server.hosts import CheckHost, hosts_checked
 from weft.server.keys import KeyRing
 from weft.server.life import Life, open_life
+from weft.server.loom import PATH as LOOM
+from weft.server.loom import loom_routes
 from weft.server.message_batches import message_batch_routes
 from weft.server.messages import PATH as MESSAGES
 from weft.server.messages import anthropic_error, message_routes
@@ -144,6 +146,7 @@ def create_app(
             *file_routes(service, data),
             *batch_routes(service, data),
             *message_batch_routes(service, data),
+            *loom_routes(service, data, keys),
         ],
         middleware=_middleware(options, keys, accounts, tracer),
         exception_handlers={
@@ -189,7 +192,12 @@ def _reserved(options: ServerOptions) -> dict[str, Reserved]:
         return admin
     message = "The metrics of this server are for other keys."
     metrics = Reserved(frozenset(options.metrics_key), message, "metrics_not_allowed")
-    return {**admin, METRICS: metrics}
+    loom = Reserved(
+        frozenset((*options.metrics_key, *options.admin_key)),
+        "The loom of this server is for the keys that --metrics-key and --admin-key name.",
+        "loom_not_allowed",
+    )
+    return {**admin, METRICS: metrics, LOOM: loom}
 
 
 def _middleware(

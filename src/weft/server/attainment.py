@@ -1,4 +1,4 @@
-"""The share of recent sequences that kept the targets of their class."""
+"""What the last minutes were like: targets that were kept, and how long sequences took."""
 
 from __future__ import annotations
 
@@ -34,6 +34,14 @@ class Attainment:
             counts: of this moment.
             kept, missed: names of the two counts.
         """
-        before = self._samples[0][1] if self._samples else Counter[str]()
+        before = self._before()
         good, bad = (counts[name] - before[name] for name in (kept, missed))
         return good / (good + bad) if good + bad > 0 else None
+
+    def recent(self, counts: Counter[str]) -> Counter[str]:
+        """Of these counts, what has been counted within the window."""
+        before = self._before()
+        return Counter({name: count - before[name] for name, count in counts.items()})
+
+    def _before(self) -> Counter[str]:
+        return self._samples[0][1] if self._samples else Counter()

@@ -62,6 +62,24 @@ class Histogram:
         return list(zip(names, map(float, accumulate(self.counts)), strict=True))
 
 
+def percentile(bounds: Seq[float], counts: Seq[int], share: float) -> float | None:
+    """The value that this share of observations does not exceed, estimated within its bucket.
+
+    None without observations; the highest bound for one beyond it.
+
+    Args:
+        counts: of each bucket of a `Histogram`, with those beyond the last bound.
+    """
+    wanted, seen = share * sum(counts), 0
+    if not wanted:
+        return None
+    for low, high, count in zip((0.0, *bounds), bounds, counts, strict=False):
+        if seen + count >= wanted:
+            return low + (high - low) * (wanted - seen) / count
+        seen += count
+    return bounds[-1]
+
+
 class Latencies:
     """How long the sequences of one service class took."""
 
@@ -72,6 +90,7 @@ class Latencies:
         self.queue_time = Histogram(LATENCY_BUCKETS)
         self.prefill_time = Histogram(LATENCY_BUCKETS)
         self.decode_time = Histogram(LATENCY_BUCKETS)
+        self.time_per_output_token = Histogram(ITL_BUCKETS)
 
     def dump(self) -> list[list[Any]]:
         """As JSON values, in the order of the histograms."""
@@ -119,6 +138,23 @@ class Counts:
     def latencies_of(self, place: str) -> Latencies:
         """Of the class that has this place in the table."""
         return self.latencies.setdefault(place, Latencies())
+
+    @staticmethod
+    def bucket_key(place: int | str, kind: str, bucket: int) -> str:
+        """The name in ``observed`` of a bucket of latencies of a class: ``ttft`` or ``tpot``."""
+        return f"{place} {kind} {bucket}"
+
+    def observed(self) -> Counter[str]:
+        """What is compared with some minutes ago: ``targets``, and buckets of TTFT and TPOT."""
+        found = Counter(self.targets)
+        for place, latencies in self.latencies.items():
+            for kind, histogram in (
+                ("ttft", latencies.time_to_first_token),
+                ("tpot", latencies.time_per_output_token),
+            ):
+                for bucket, count in enumerate(histogram.counts):
+                    found[self.bucket_key(place, kind, bucket)] = count
+        return found
 
     def add_use(self, name: str, more: Use) -> None:
         """Count what a key has used, by class and name."""

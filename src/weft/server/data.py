@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from weft.batch.database import DataFolderError, reachable
+from weft.batch.database import BASE, DataFolderError, reachable
 from weft.batch.folder import default_folder
 from weft.batch.store import BatchStore, StoreLimits
 from weft.core.errors import ConfigError
@@ -41,6 +41,11 @@ class DataFolder:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-data")
         self._store: BatchStore | None = None
         self._swept = 0.0
+
+    @property
+    def in_use(self) -> bool:
+        """Whether anything has been kept there; else ``run`` would make the folder."""
+        return self._store is not None or (self._folder / BASE).exists()
 
     async def run(self, work: Callable[[BatchStore], Result]) -> Result:
         """Let the thread do some work.

@@ -38,6 +38,10 @@ LATENCIES: Mapping[str, tuple[str, str]] = {
     "request_queue_time": ("queue_time", "Until the engine began to compute"),
     "request_prefill_time": ("prefill_time", "From there until the prompt was read"),
     "request_decode_time": ("decode_time", "From first to last token"),
+    "request_time_per_output_token": (
+        "time_per_output_token",
+        "Mean time of each token of a sequence after its first",
+    ),
 }
 
 # The same under weft's own name alone, as no dashboard knows them.

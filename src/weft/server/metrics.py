@@ -56,7 +56,7 @@ class Metrics(Counts):
         if self._board is not None:
             self._board.write(self)
         if self.attainment.due:
-            self.attainment.sample(self.total().targets)
+            self.attainment.sample(self.total().observed())
 
     def total(self) -> Counts:
         """The sum over all request planes; the others are as they have last shown themselves."""

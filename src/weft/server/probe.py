@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from weft.core.types import ServiceClass
+from weft.ring.layout import EngineInfo, LoggedRecovery, LoggedStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,18 @@ class EngineProbe(Protocol):
     def policy(self) -> str:
         """The name of the policy that plans now; empty if the engine does not say."""
 
+    def page(self) -> EngineInfo:
+        """The engine's info page; all 0 without one."""
+
+    def steps(self, since: int) -> tuple[int, Sequence[LoggedStep]]:
+        """How many steps were logged so far, and those from number ``since`` on that are there."""
+
+    def recoveries(self) -> Sequence[LoggedRecovery]:
+        """The latest engines that took over from another one, the oldest first."""
+
+    def engines(self) -> int:
+        """How many engines there have been, with the present one."""
+
     def info(self) -> Mapping[str, Any]:
         """Facts for ``/server_info``, as JSON values: kernels, dtypes, limits."""
 
@@ -113,6 +126,18 @@ class NoProbe:
 
     def policy(self) -> str:
         return ""
+
+    def page(self) -> EngineInfo:
+        return EngineInfo()
+
+    def steps(self, since: int) -> tuple[int, Sequence[LoggedStep]]:
+        return since, ()
+
+    def recoveries(self) -> Sequence[LoggedRecovery]:
+        return ()
+
+    def engines(self) -> int:
+        return 0
 
     def info(self) -> Mapping[str, Any]:
         return {}

@@ -42,6 +42,7 @@ from weft.core.served import ServedModel
 from weft.core.settings import format_bytes
 from weft.core.types import ServiceClass
 from weft.ring.client import RingClient
+from weft.ring.layout import EngineInfo, LoggedRecovery, LoggedStep
 from weft.ring.link import RingAccess, parse_ring
 from weft.ring.port import FIRST_DELAY_S, LONGEST_DELAY_S
 from weft.ring.progress import Progress
@@ -319,6 +320,18 @@ class RingProbe:
             if row.has_target
         }
         return {"policy": self.policy(), "targets": targets}
+
+    def page(self) -> EngineInfo:
+        return self._client.info()
+
+    def steps(self, since: int) -> tuple[int, Sequence[LoggedStep]]:
+        return self._client.steps(since)
+
+    def recoveries(self) -> Sequence[LoggedRecovery]:
+        return self._client.recoveries()
+
+    def engines(self) -> int:
+        return self._client.engines
 
     def policy(self) -> str:
         return list(POLICIES)[self._client.info().policy]

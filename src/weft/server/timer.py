@@ -133,14 +133,17 @@ class JobTimer:
         self._latencies.decode_time.observe(now - times[0])
 
     def _judge(self, update: Update, times: list[float] | None) -> None:
-        """Count targets kept and missed; not of whoever left, nor of vectors."""
+        """Count targets kept and missed, and time a token; not of whoever left, nor of vectors."""
         if update.finish is FinishReason.CANCELLED or update.embedding is not None:
             return
         if update.finish is FinishReason.ERROR or times is None:
             self._metrics.judge(self._class, math.inf, math.inf)
             return
         first, last, tokens = times
-        self._metrics.judge(self._class, first - self._start, (last - first) / max(tokens - 1, 1))
+        tpot_s = (last - first) / max(tokens - 1, 1)
+        if tokens > 1:
+            self._latencies.time_per_output_token.observe(tpot_s)
+        self._metrics.judge(self._class, first - self._start, tpot_s)
 
     def _engine_times(self, update: Update) -> None:
         """Count how long a sequence waited, and how long its prompt took, as the engine saw it."""
