@@ -162,6 +162,11 @@ def _commands() -> dict[str, tuple[Declare, str, str | None]]:
             "show what a running server does",
             "[--url URL] [--json]",
         ),
+        "top": (
+            _of_module("weft.top_command"),
+            "show what a running server computes, step by step",
+            "[--url URL] [--once] [--json]",
+        ),
         "models": (
             _of_module("weft.models_command"),
             "list, fetch and remove models, and say which fit",

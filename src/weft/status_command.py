@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,8 @@ from weft.core.settings import format_bytes
 TIMEOUT_S = 10.0
 MOST_INTERVAL_S = 60.0
 LABELS = {"service_class", "target", "outcome", "finished_reason"}  # that tell values apart
+
+LOOM = "/v1/loom"
 
 Metrics = dict[tuple[str, ...], float]
 
@@ -96,16 +99,7 @@ class RunningServer:
     def info(self) -> dict[str, Any]:
         """What ``/server_info`` says. Raises WeftError without a right key."""
         answer = self._get("/server_info")
-        if answer.status_code == httpx.codes.UNAUTHORIZED:
-            wrong = "refuses this key" if self._keyed else "needs a key"
-            raise WeftError(
-                f"The server at {self.url} {wrong}; give its key with --api-key or OPENAI_API_KEY."
-            )
-        if answer.status_code != httpx.codes.OK:
-            raise WeftError(
-                f"The server at {self.url} answers /server_info with {answer.status_code} "
-                f"{answer.reason_phrase}."
-            )
+        self._check(answer, "/server_info")
         found: dict[str, Any] = answer.json()
         return found
 
@@ -116,9 +110,56 @@ class RunningServer:
             return None
         return dict(_values(answer.text))
 
+    def loom(self) -> dict[str, Any]:
+        """What ``/v1/loom`` shows. Raises WeftError as `looms`."""
+        answer = self._get(f"{LOOM}?once=1")
+        self._check_loom(answer)
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def looms(self) -> Iterator[dict[str, Any]]:
+        """The same again and again, until the server ends.
+
+        Raises:
+            WeftError: nobody answers, or an older server, or none of weft; or the key is wrong.
+        """
+        with self._asking(), self._http.stream("GET", LOOM) as answer:
+            if answer.status_code != httpx.codes.OK:
+                answer.read()
+            self._check_loom(answer)
+            for line in answer.iter_lines():
+                if line.startswith("data: "):
+                    yield json.loads(line.removeprefix("data: "))
+
+    def _check_loom(self, answer: httpx.Response) -> None:
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            raise WeftError(
+                f"The server at {self.url} has no {LOOM}: it is no weft, or an older one; "
+                "weft status says which."
+            )
+        self._check(answer, LOOM)
+
+    def _check(self, answer: httpx.Response, path: str) -> None:
+        """Raise WeftError unless it is what was asked for."""
+        if answer.status_code == httpx.codes.UNAUTHORIZED:
+            wrong = "refuses this key" if self._keyed else "needs a key"
+            raise WeftError(
+                f"The server at {self.url} {wrong}; give its key with --api-key or OPENAI_API_KEY."
+            )
+        if answer.status_code != httpx.codes.OK:
+            raise WeftError(
+                f"The server at {self.url} answers {path} with {answer.status_code} "
+                f"{answer.reason_phrase}{_reason(answer)}"
+            )
+
     def _get(self, path: str) -> httpx.Response:
-        try:
+        with self._asking():
             return self._http.get(path)
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        try:
+            yield
         except httpx.ConnectError:
             raise WeftError(
                 f"No server answers at {self.url}; start one with: weft serve MODEL, or give its "
@@ -127,6 +168,14 @@ class RunningServer:
         except httpx.HTTPError as error:
             what = str(error) or type(error).__name__
             raise WeftError(f"The server at {self.url} does not answer: {what}.") from None
+
+
+def _reason(answer: httpx.Response) -> str:
+    """What an error of the API says, behind a colon; a full stop without one."""
+    try:
+        return f": {answer.json()['error']['message']}"
+    except (ValueError, KeyError, TypeError):
+        return "."
 
 
 def _values(page: str) -> Iterator[tuple[tuple[str, ...], float]]:
