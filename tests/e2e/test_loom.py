@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
+import subprocess
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import httpx
 import pytest
 
-from live import Server, eventually, free_port, refused, run, serving
+from live import WEFT, Server, eventually, free_port, refused, serving
 
 KEYS = "keys:\n  - {name: user, key: one}\n  - {name: admin, key: two}\n"
 
@@ -43,6 +47,21 @@ class Reader(threading.Thread):
     @property
     def steps(self) -> list[dict[str, Any]]:
         return [step for event in self.looms for step in event["steps"]]
+
+
+class Seen(threading.Thread):
+    """What a terminal shows."""
+
+    def __init__(self, terminal: int) -> None:
+        super().__init__(daemon=True)
+        self.text = ""
+        self._terminal = terminal
+        self.start()
+
+    def run(self) -> None:
+        with contextlib.suppress(OSError), os.fdopen(self._terminal, "rb", 0) as terminal:
+            while data := terminal.read(65536):
+                self.text += data.decode(errors="replace")
 
 
 def ask(server: Server, number: int, tier: str, tokens: int, **headers: str) -> dict[str, Any]:
@@ -141,36 +160,68 @@ def test_a_killed_engine_is_a_marked_gap_and_the_stream_goes_on(server):
     assert starts[recovery["n"]] >= recovery["back_at"]
 
 
-def test_top_prints_it_once_without_a_terminal_or_as_json(server):
+def test_top_prints_it_once_without_a_terminal_or_as_json(server, call):
     ask(server, 70, "flex", 5)
-    shown = run("top", "--url", server.url)
+    shown = call("top", "--url", server.url)
     assert (shown.returncode, shown.stderr) == (0, "")
-    for words in (
-        "builtin at",
-        ": ready",
-        "interactive",
-        "flex",
-        "TTFT P50",
-        "KV cache",
-        "last step",
-    ):
+    for words in ("builtin at", ": ready", "interactive", "TTFT P50", "KV cache", "last step"):
         assert words in shown.stdout, shown.stdout
-    found = json.loads(run("top", "--url", f"{server.url}/v1", "--json").stdout)
+    assert max(map(len, shown.stdout.splitlines())) <= 80
+    found = json.loads(call("top", "--url", f"{server.url}/v1", "--json").stdout)
     assert found["object"] == "loom"
     assert found["steps"][-1]["decode"] == {"flex": 1}
 
 
-def test_top_says_what_is_wrong(tmp_path):
+def test_top_in_a_terminal_goes_on_until_ctrl_c_or_the_end_of_the_server(tmp_path):
+    with serving(tmp_path, modelled=True) as server:
+        ours, theirs = os.openpty()
+        command = [*WEFT, "top", "--url", server.url]
+        shown = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE)
+        other = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE)
+        os.close(theirs)
+        seen = Seen(ours)
+        eventually(lambda: seen.text.count("no steps yet") >= 6, 60)
+        shown.send_signal(signal.SIGINT)
+        assert shown.wait(30) == 130
+        assert shown.stderr is not None
+        assert b"Traceback" not in shown.stderr.read()
+    assert other.wait(30) == 0
+    seen.join(30)
+    assert "has stopped" in seen.text
+
+
+def test_top_says_what_is_wrong(tmp_path, call):
     keys = tmp_path / "keys"
     keys.write_text(KEYS)
     nobody = f"http://127.0.0.1:{free_port()}"
-    refused(run("top", "--url", nobody), "No server answers", "weft serve", code=1)
+    refused(call("top", "--url", nobody), "No server answers", "weft serve", code=1)
     given = ("--api-key-file", str(keys), "--metrics-key", "admin")
     with serving(tmp_path, *given, modelled=True) as server:
-        asked = ("top", "--once", "--url", server.url)
-        refused(run(*asked, OPENAI_API_KEY=""), "needs a key", "--api-key", code=1)
-        refused(run(*asked, "--api-key", "three"), "refuses this key", code=1)
-        refused(run(*asked, "--api-key", "one"), "403", "--metrics-key", code=1)
-        shown = run(*asked, OPENAI_API_KEY="two")
+        asked = ("top", "--once", "--url", server.url, "--api-key")
+        refused(call(*asked, ""), "needs a key", "--api-key", code=1)
+        refused(call(*asked, "three"), "refuses this key", code=1)
+        refused(call(*asked, "one"), "403", "--metrics-key", code=1)
+        shown = call(*asked, "two")
         assert (shown.returncode, shown.stderr) == (0, "")
         assert "no steps yet" in shown.stdout
+
+
+class Older(BaseHTTPRequestHandler):
+    """A server that has no loom."""
+
+    def do_GET(self) -> None:
+        self.send_response(404)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_top_of_an_older_server(call):
+    with HTTPServer(("127.0.0.1", 0), Older) as older:
+        thread = threading.Thread(target=older.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{older.server_address[1]}"
+        refused(call("top", "--once", "--url", url), "no /v1/loom", "older", code=1)
+        older.shutdown()
+        thread.join()
