@@ -13,6 +13,7 @@ try:
     import sys
     from collections.abc import Callable
     from collections.abc import Sequence as Seq
+    from dataclasses import replace
     from typing import Any, NoReturn
 
     from weft import __version__
@@ -21,6 +22,7 @@ try:
     from weft.core.flags import (
         HELP_ALL,
         add_model,
+        add_models,
         add_server,
         add_setting,
         add_settings,
@@ -151,7 +153,11 @@ def command_line(
 def _commands() -> dict[str, tuple[Declare, str, str | None]]:
     """What declares the arguments of each command, its line of help, and its usage."""
     return {
-        "serve": (_serve_args, "serve a model over HTTP with OpenAI's API", "[MODEL] [settings]"),
+        "serve": (
+            _serve_args,
+            "serve a model over HTTP with OpenAI's API",
+            "[MODEL ...] [settings]",
+        ),
         "chat": (
             _chat_args,
             "talk to a server in the terminal",
@@ -262,11 +268,11 @@ def _info_args(info: argparse.ArgumentParser) -> None:
 
 def _serve_args(serve: argparse.ArgumentParser) -> None:
     serve.set_defaults(run=_serve, parser=serve)
-    add_model(serve)
+    add_models(serve, settings_of(EngineConfig)["model"])
     serve.add_argument("--config", metavar="FILE", help="YAML file with the same names")
     from weft.server.options import ServerOptions
 
-    add_settings(serve, "engine", EngineConfig)
+    add_settings(serve, "engine", EngineConfig, there=("model",))
     add_settings(serve, "server", ServerOptions)
 
 
@@ -389,13 +395,42 @@ def _generate(options: dict[str, Any]) -> int:
 
 def _serve(options: dict[str, Any]) -> int:
     from weft.core.process import start_child
+    from weft.models.named import named_models
     from weft.server.options import ServerOptions, check_given
     from weft.supervise import serve
 
+    words = list(dict.fromkeys([*options.pop("named"), *options.pop("model")]))
     server_settings, engine_settings = given_settings(options, ServerOptions, EngineConfig)
     chosen = ServerOptions(**server_settings)
     check_given(server_settings, engine_only=chosen.engine_only)
-    return serve(engine_settings, chosen, options["start"] or start_child)
+    in_file = engine_settings.pop("model", EngineConfig().model)
+    words = words or _words_of(in_file)
+    start = options["start"] or start_child
+    models = named_models(words)
+    if len(models) > 1 or chosen.idle_sleep_s:
+        from weft.several import check_several
+
+        check_several(models, engine_settings, chosen)
+        return serve(engine_settings, chosen, start, models)
+    if "models_memory" in server_settings:
+        raise ConfigError("--models-memory is for several models.", param="models_memory")
+    if models[0].chosen:
+        if chosen.served_model_name:
+            raise ConfigError(
+                "The model has a name, as in NAME=MODEL, and --served-model-name gives another; "
+                "leave one out.",
+                param="served_model_name",
+            )
+        chosen = replace(chosen, served_model_name=(models[0].name,))
+    return serve({**engine_settings, "model": models[0].source}, chosen, start)
+
+
+def _words_of(given: Any) -> list[str]:
+    """The models that a file names: one, or a list. Raises ConfigError."""
+    words = [given] if isinstance(given, str) else given
+    if not isinstance(words, list) or not words or not all(isinstance(w, str) for w in words):
+        raise ConfigError("model must be a string or a list of strings.", param="model")
+    return words
 
 
 def _batch(options: dict[str, Any]) -> int:

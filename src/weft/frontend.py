@@ -25,13 +25,16 @@ from weft.ring.link import RingAccess
 from weft.server.batch_keeper import BatchKeeper
 from weft.server.counts import create_board
 from weft.server.frontend_options import FrontendOptions
-from weft.server.keeper import Boards, FrontendKeeper
+from weft.server.keeper import FrontendKeeper, Links
 from weft.server.options import ServerOptions
 from weft.server.quota_board import create_quota_board
 from weft.supervise import fit_limits, listening, num_frontends, on_signals, run_kept, shared_store
 
 AGAIN_S = 1.0
-OF_ENGINES = ("engine_only", "ring_listen", "ring_planes", "standby")
+OF_ENGINES = (
+    *("engine_only", "ring_listen", "ring_planes", "standby"),
+    *("models_memory", "idle_sleep_s"),
+)
 
 logger = logging.getLogger("weft")
 
@@ -78,7 +81,7 @@ def serve_frontend(own: FrontendOptions, options: ServerOptions, start: Starter)
     classes = [row.name for row in facts.served.classes]
     with listening(options, classes) as listener, shared_store(chosen) as shared:
         planes = shared.frontends or 1
-        boards = Boards(create_board(planes + 1), create_quota_board(planes), None)
+        counts, quotas = create_board(planes + 1), create_quota_board(planes)
         given = {
             "options": asdict(shared),
             "chat_template": own.chat_template,
@@ -91,7 +94,7 @@ def serve_frontend(own: FrontendOptions, options: ServerOptions, start: Starter)
             known = replace(access, model=facts.digest)
             try:
                 return asyncio.run(
-                    _supervise(given, shared, known, facts.served, listener, boards, start)
+                    _supervise(given, shared, known, facts.served, listener, counts, quotas, start)
                 )
             except ModelChangedError as error:
                 logger.warning("%s The request planes start anew with its facts.", error.message)
@@ -125,7 +128,8 @@ async def _supervise(
     access: RingAccess,
     served: ServedModel,
     listener: socket.socket,
-    boards: Boards,
+    counts: int,
+    quotas: int,
     start: Starter,
 ) -> int:
     signals = on_signals()
@@ -134,12 +138,15 @@ async def _supervise(
     card.set_result(json.dumps(asdict(served)))
     rings = [replace(access, plane=f"{access.plane}-{number}") for number in range(planes + 1)]
     frontends = [
-        FrontendKeeper(number, given, ring, listener, boards, card, options.watchdog_s, start)
+        FrontendKeeper(
+            *(number, given, [Links(ring, counts, None)], listener),
+            *(quotas, card, options.watchdog_s, start),
+        )
         for number, ring in enumerate(rings[:planes])
     ]
     give_back_freed_memory()
 
     def make_batches() -> BatchKeeper:
-        return BatchKeeper(options, given, rings[-1], card, boards.counts, planes)
+        return BatchKeeper(options, given, rings[-1], card, counts, planes)
 
     return await run_kept(frontends, signals, options.drain_timeout_s, make_batches=make_batches)

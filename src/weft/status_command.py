@@ -103,12 +103,12 @@ class RunningServer:
         found: dict[str, Any] = answer.json()
         return found
 
-    def metrics(self) -> Metrics | None:
-        """Values of its metrics by name and labels; None where they are for other keys."""
+    def metrics(self, model: str) -> Metrics | None:
+        """Values of the metrics of a model by name and labels; None if they are for other keys."""
         answer = self._get("/metrics")
         if answer.status_code != httpx.codes.OK:
             return None
-        return dict(_values(answer.text))
+        return dict(_values(answer.text, model))
 
     def loom(self) -> dict[str, Any]:
         """What ``/v1/loom`` shows. Raises WeftError as `looms`."""
@@ -178,12 +178,14 @@ def _reason(answer: httpx.Response) -> str:
         return "."
 
 
-def _values(page: str) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Values of weft's metrics: of the name without ``weft:``, and the labels that matter."""
+def _values(page: str, model: str) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Values of a model: of the name without ``weft:``, and the labels that matter."""
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
             name = sample.name.removeprefix("weft:")
-            if name != sample.name and "le" not in sample.labels and "key" not in sample.labels:
+            of_it = sample.labels.get("model_name", model) == model
+            told_apart = name != sample.name and not {"le", "key"} & set(sample.labels)
+            if of_it and told_apart:
                 labels = (value for label, value in sample.labels.items() if label in LABELS)
                 yield (name, *sorted(labels)), sample.value
 
@@ -191,21 +193,24 @@ def _values(page: str) -> Iterator[tuple[tuple[str, ...], float]]:
 def collect_status(server: RunningServer, interval_s: float) -> dict[str, Any]:
     """Ask for everything; rates come from two looks at the counters."""
     state, info = server.state(), server.info()
-    first, began = server.metrics(), time.monotonic()
+    names = info["model"]["names"]
+    first, began = server.metrics(names[0]), time.monotonic()
     last, seconds = first, 0.0
     if first is not None and interval_s:
         time.sleep(interval_s)
-        last, seconds = server.metrics(), time.monotonic() - began
+        last, seconds = server.metrics(names[0]), time.monotonic() - began
     engine = info["engine"]
     status: dict[str, Any] = {
         "url": server.url,
         "state": state,
         "version": info["version"],
-        "models": info["model"]["names"],
+        "models": names,
         "engine": {name: engine.get(name) for name in SHOWN},
         "policy": engine.get("scheduling", {}).get("policy"),
         "classes": _classes(engine, last or {}),
     }
+    if "models" in info:
+        status["several"] = info["models"]
     if first is not None and last is not None:
         status |= {
             "running": int(last[("num_requests_running",)]),
@@ -270,9 +275,11 @@ def format_status(status: Mapping[str, Any]) -> str:
     """Lay a status out for a terminal."""
     engine = status["engine"]
     on = ", ".join(part for part in (engine["device"], engine["isa"]) if part)
+    several = status.get("several", ())
     size = f"{engine['parameters'] / 1e6:.1f} M weights in {engine['weights']}"
     rows = [
         ("server", f"{status['url']}, weft {status['version']}: {status['state']}"),
+        *(("models" if not at else "", _model_words(row)) for at, row in enumerate(several)),
         ("model", f"{', '.join(status['models'])} ({engine['family']}, {size}) on {on}"),
         ("", f"sequences of up to {engine['max_model_len']} tokens"),
         *_load_rows(status),
@@ -283,6 +290,13 @@ def format_status(status: Mapping[str, Any]) -> str:
         ),
     ]
     return "\n".join(f"{label:10} {text}" for label, text in rows)
+
+
+def _model_words(row: Mapping[str, Any]) -> str:
+    """One of several models with its state."""
+    words = f"{', '.join(row['names'])}: {row['state']}, {format_bytes(row['memory_bytes'])} awake"
+    words += f", woken in {row['wake_s']:.1f} s" if "wake_s" in row else ""
+    return f"{words}; {row['error']}" if "error" in row else words
 
 
 def _load_rows(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

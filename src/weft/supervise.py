@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from weft.core.config import EngineConfig
 from weft.core.early import Starter
@@ -31,7 +31,8 @@ from weft.core.process import (
 from weft.core.service_manager import ServiceManager
 
 if TYPE_CHECKING:
-    from weft.engine.keeper import EngineKeeper
+    from weft.core.served import ServedModel
+    from weft.models.named import NamedModel
     from weft.server.batch_keeper import BatchKeeper
     from weft.server.options import ServerOptions
 
@@ -44,11 +45,34 @@ GRACE_S = 5.0  # to end what is open with an error, until the request planes are
 logger = logging.getLogger("weft")
 
 
-def serve(settings: Mapping[str, Any], options: ServerOptions, start: Starter = start_child) -> int:
+class Engines(Protocol):
+    """Keeps the engines of a server, of one model or of several."""
+
+    @property
+    def pids(self) -> set[int]:
+        """Processes that it waits for."""
+
+    async def start(self) -> ServedModel:
+        """Start the first engine. Raises the error with which it failed."""
+
+    async def run(self) -> None:
+        """Keep engines at the rings; returns only by an error that ends the server."""
+
+    def stop(self) -> None:
+        """End all engines."""
+
+
+def serve(
+    settings: Mapping[str, Any],
+    options: ServerOptions,
+    start: Starter = start_child,
+    models: Seq[NamedModel] = (),
+) -> int:
     """Serve until SIGINT or SIGTERM; return the exit code.
 
     Args:
         start: how to start engines and request planes.
+        models: that sleep and wake, instead of the one of the settings.
 
     Raises:
         ConfigError: a setting is wrong, or the address cannot be used.
@@ -66,6 +90,10 @@ def serve(settings: Mapping[str, Any], options: ServerOptions, start: Starter = 
     chosen = replace(options, frontends=num_frontends(config.base_seed, options))
     classes = [row.name for row in config.service_classes()]
     with listening(options, classes) as listener, shared_store(chosen) as shared:
+        if models:
+            from weft.several import supervise_models
+
+            return asyncio.run(supervise_models(models, settings, shared, listener, start))
         return asyncio.run(_supervise(settings, config, shared, listener, start))
 
 
@@ -127,29 +155,33 @@ async def _supervise(
     from weft.ring.segment import ring_of
     from weft.ring.target_board import create_target_board
     from weft.server.counts import create_board
-    from weft.server.keeper import Boards, FrontendKeeper
+    from weft.server.keeper import FrontendKeeper, Links
     from weft.server.quota_board import create_quota_board
 
     signals = on_signals()
     planes = options.frontends or 1
     rings = [ring_of(config) for _ in range(planes + 1)]  # the last one is for batches
-    boards = Boards(create_board(planes + 1), create_quota_board(planes), create_target_board())
+    counts, quotas = create_board(planes + 1), create_quota_board(planes)
+    targets = create_target_board()
     beat = beat_s(options.watchdog_s, options.stalled_s)
-    links = EngineLinks(rings, boards.targets, beat, create_kv_file())
+    links = EngineLinks(rings, targets, beat, create_kv_file())
     engines = EngineKeeper(
         settings, links, start, standby=options.standby, watchdog_s=options.watchdog_s
     )
     card: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     given = frontend_settings(config, options)
     frontends = [
-        FrontendKeeper(number, given, ring, listener, boards, card, options.watchdog_s, start)
+        FrontendKeeper(
+            *(number, given, [Links(ring, counts, targets)], listener),
+            *(quotas, card, options.watchdog_s, start),
+        )
         for number, ring in enumerate(rings[:planes])
     ]
 
     def make_batches() -> BatchKeeper:
         from weft.server.batch_keeper import BatchKeeper
 
-        return BatchKeeper(options, given, rings[-1], card, boards.counts, planes)
+        return BatchKeeper(options, given, rings[-1], card, counts, planes)
 
     return await run_kept(frontends, signals, options.drain_timeout_s, engines, card, make_batches)
 
@@ -158,9 +190,9 @@ async def run_kept(
     planes: Seq[KeptProcess],
     signals: asyncio.Queue[int],
     drain_timeout_s: float,
-    engines: EngineKeeper | None = None,
+    engines: Engines | None = None,
     card: asyncio.Future[str] | None = None,
-    make_batches: Callable[[], BatchKeeper] | None = None,
+    make_batches: Callable[[], KeptProcess] | None = None,
 ) -> int:
     """Keep everything running until a signal, or until a part gives up; return the exit code.
 
@@ -203,7 +235,7 @@ async def run_kept(
     return 0
 
 
-async def _end_batches(batches: BatchKeeper, answering: asyncio.Task[None]) -> None:
+async def _end_batches(batches: KeptProcess, answering: asyncio.Task[None]) -> None:
     """See to the end of the batch process; what it has done is kept."""
     batches.end()
     if not (await asyncio.wait([answering], timeout=GRACE_S))[0]:
@@ -214,7 +246,7 @@ async def _end_batches(batches: BatchKeeper, answering: asyncio.Task[None]) -> N
             logger.error("Batches were not answered any more: %s.", failure, exc_info=failure)
 
 
-async def _reap(engines: EngineKeeper | None, others: Seq[KeptProcess]) -> None:
+async def _reap(engines: Engines | None, others: Seq[KeptProcess]) -> None:
     """Forget what children have left behind, as engines their other ranks."""
     died = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, died.set)
@@ -228,7 +260,7 @@ async def _reap(engines: EngineKeeper | None, others: Seq[KeptProcess]) -> None:
             died.set()
 
 
-async def _keep_engine(engines: EngineKeeper, card: asyncio.Future[str]) -> None:
+async def _keep_engine(engines: Engines, card: asyncio.Future[str]) -> None:
     card.set_result((await engines.start()).to_json())
     give_back_freed_memory()  # of the command line and of imports
     await engines.run()

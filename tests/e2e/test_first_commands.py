@@ -83,7 +83,7 @@ def test_settings_that_help_leaves_out_are_known_all_the_same():
 
 @pytest.mark.parametrize(
     "command",
-    ["serve", "info", "compile", "profile", "chat", "bench throughput", "bench interfere",
+    ["info", "compile", "profile", "chat", "bench throughput", "bench interfere",
      "bench serve", "bench energy", "cache clear"],
 )  # fmt: skip
 def test_a_model_is_a_word_or_a_flag(call, command):

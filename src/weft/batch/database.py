@@ -150,6 +150,23 @@ def reachable() -> Iterator[None]:
         raise DataFolderError(message) from error
 
 
+def _reading(folder: Path) -> contextlib.closing[sqlite3.Connection]:
+    """The database of a data folder, only to be read."""
+    uri = f"{(folder / BASE).absolute().as_uri()}?mode=ro"
+    return contextlib.closing(sqlite3.connect(uri, uri=True, timeout=1))
+
+
+def waiting_models(folder: Path) -> list[str]:
+    """The identities of models that have batches which have not ended."""
+    if not (folder / BASE).exists():
+        return []
+    with _reading(folder) as base:
+        if base.execute("PRAGMA user_version").fetchone()[0] < VERSION:
+            return []
+        found = base.execute(f"SELECT DISTINCT served FROM batches WHERE status IN {OPEN}")
+        return [identity for (identity,) in found]
+
+
 def work_within(folder: Path, identity: str, urls: Seq[str] = ()) -> float | None:
     """Seconds until a server has something to do in a data folder; None if it has nothing.
 
@@ -158,11 +175,9 @@ def work_within(folder: Path, identity: str, urls: Seq[str] = ()) -> float | Non
         identity: of its model. Whoever comes first ends those that are cancelled or too late.
         urls: that it tells of events.
     """
-    path = folder / BASE
-    if not path.exists():
+    if not (folder / BASE).exists():
         return None
-    uri = f"{path.absolute().as_uri()}?mode=ro"
-    with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=1)) as base:
+    with _reading(folder) as base:
         if base.execute("PRAGMA user_version").fetchone()[0] < VERSION:
             return 0.0  # whoever looks for work brings it to this version
         statement = (

@@ -217,6 +217,12 @@ class EngineConfig:
         auto=True,
         everyday=True,
     )
+    memory_limit: int | None = setting(
+        "bytes",
+        None,
+        "device cpu: memory that weights and KV cache may take together; unset: all that is free",
+        low=2**20,
+    )
     host_kv_memory: int | None = setting(
         "bytes",
         None,

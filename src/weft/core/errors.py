@@ -196,6 +196,26 @@ class EngineOutOfMemoryError(EngineDeadError):
     code = "engine_out_of_memory"
 
 
+class ModelAsleepError(WeftError):
+    """The model could not be woken, or it cannot sleep now."""
+
+    http_status = 503
+    code = "model_asleep"
+    retry_after_s = 5
+
+
+class ModelFailedError(ModelAsleepError):
+    """The model of a server that has several could not be loaded."""
+
+    code = "model_failed"
+
+
+class ModelsBusyError(ModelAsleepError):
+    """Models in use leave no memory for another one, or one that is to be unloaded is in use."""
+
+    code = "models_busy"
+
+
 class HostWorkerError(WeftError):
     """The worker for attention on the host has ended, or cannot be started."""
 

@@ -72,6 +72,20 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("named", nargs="?", metavar="MODEL", help=help)
 
 
+def add_models(parser: argparse.ArgumentParser, declared: Setting) -> None:
+    """Add models as words and by the flag of the setting ``model``; both may be repeated."""
+    help = (
+        "folder, GGUF file or name on the hub, such as Qwen/Qwen3-0.6B, the same as --model; "
+        "several, or a folder of them, sleep and wake"
+    )
+    parser.add_argument("named", nargs="*", metavar="MODEL", help=help)
+    text = f"{declared.help}; may be repeated, and be NAME=MODEL".replace("%", "%%")
+    flag = _group(parser, EVERYDAY).add_argument(
+        declared.flag, action="append", default=[], metavar="MODEL", help=text
+    )
+    _declared(flag, declared)
+
+
 def add_server(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a command that asks a server."""
     parser.add_argument("--url", default=DEFAULT_URL, help=f"address of the server ({DEFAULT_URL})")

@@ -57,6 +57,7 @@ class EngineKeeper:
         watchdog_s: seconds without a step, or a sign that there is none to make, after which an
             engine is killed; one that starts has the time that the first one took on top.
         on_next: gets the facts of each engine that has taken over from another one.
+        whose: what log lines call the engine, where a server has several.
     """
 
     def __init__(
@@ -68,8 +69,10 @@ class EngineKeeper:
         standby: bool | None,
         watchdog_s: float,
         on_next: Callable[[ServedModel], None] | None = None,
+        whose: str = "",
     ) -> None:
         self._on_next = on_next
+        self._the_engine = f"engine{whose}"
         self._reserve = Reserve(settings, links, start, forking=standby is not False)
         self._pages = [Page(ring.memory) for ring in links.rings]
         self._kv = links.kv
@@ -113,6 +116,29 @@ class EngineKeeper:
         self._reserve.standby = self._standby
         return served
 
+    async def wake(self) -> None:
+        """Start an engine again after ``rest``. Raises the error with which it failed."""
+        self._since, self._gave_up = time.monotonic(), False
+        self._active = await self._reserve.take(self._patience_s)
+        await self._take_over(self._active)
+        self._since = time.monotonic()
+
+    def rest(self) -> None:
+        """End all engines; ``wake`` starts the next one. ``run`` must have ended.
+
+        Their KV is dropped. Requests that come meanwhile wait in the rings; one that the engine
+        has just taken goes on with the next one.
+        """
+        for page in self._pages:
+            page.not_ready()
+        self._reserve.rest()
+        if self._active is not None:
+            self._active.process.kill()  # asked to stop, it would end what it has taken
+            self._active.stop()
+        for page in self._pages:
+            page.killed_from_outside()
+        self._forget_kv()
+
     async def run(self) -> None:
         """Keep an engine at the rings; returns only by the error that keeps engines from starting.
 
@@ -149,7 +175,9 @@ class EngineKeeper:
             self._active.kills.look()
             await self._reserve.keep(self._active)
             if time.monotonic() - self._last_step() > self._watchdog_s:
-                logger.error("The engine makes no progress; it is killed and replaced.")
+                logger.error(
+                    "The %s makes no progress; it is killed and replaced.", self._the_engine
+                )
                 self._gave_up = True
                 self._active.process.send_signal(STALLED)
                 await asyncio.wait([death], timeout=STALLED_GRACE_S)
@@ -166,7 +194,7 @@ class EngineKeeper:
 
         What takes the memory may keep it for long, so without memory the delays grow further.
         """
-        logger.warning("The engine ended (%s); the next one takes over.", why)
+        logger.warning("The %s ended (%s); the next one takes over.", self._the_engine, why)
         delay_s = self._backoff.delay_s(time.monotonic() - self._since, why)
         short = Backoff("engine", proven=True, longest_s=LONGEST_SHORT_S)
         failures = 0

@@ -142,7 +142,7 @@ def find_model(
     check_recurrent(config, spec, ops, device)
     check_attends_on_host(config, spec, ops)
     free = (
-        _free_memory(device, config.processes, returning_bytes)
+        _free_memory(config, device, returning_bytes)
         if absent is None
         else absent.memory_bytes - CONTEXT_BYTES
     )
@@ -364,11 +364,12 @@ def describe_kernels(config: EngineConfig, model: Model) -> dict[str, dict[str, 
     return found
 
 
-def _free_memory(device: str, ranks: int, returning_bytes: int) -> int:
+def _free_memory(config: EngineConfig, device: str, returning_bytes: int) -> int:
     """The memory for a rank: its share of a host's, or all of its GPU's."""
-    if is_cpu(device):
-        return free_memory(device) // ranks + returning_bytes
-    return free_memory(device)
+    if not is_cpu(device):
+        return free_memory(device)
+    free = free_memory(device) // config.processes + returning_bytes
+    return free if config.memory_limit is None else min(free, config.memory_limit)
 
 
 def _step_sizes(

@@ -151,11 +151,16 @@ class Reserve:
             self._forks.close()
             self._forks = None
 
+    def rest(self) -> None:
+        """End the standby, as no engine is needed; what forks the next one stays."""
+        if self._spare is not None:
+            self._spare.stop()
+            self._spare = None
+
     def stop(self) -> None:
         """End all processes that are kept."""
         self._drop_forks()
-        if self._spare is not None:
-            self._spare.stop()
+        self.rest()
 
 
 class _Pause:

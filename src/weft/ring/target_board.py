@@ -1,14 +1,12 @@
 """Targets that are set while a server runs, in memory that its engine and request planes share.
 
-    proposal: head | JSON        (a request plane writes)
-    verdicts: 2 x (head | JSON)  (the engine writes them in turn)
-    head:     number: 8 bytes | length: 4 bytes | CRC-32 of the JSON: 4 bytes
+    proposal: JSON      (a request plane writes)
+    verdicts: 2 x JSON  (the engine writes them in turn)
 
 The engine looks at the proposal now and then, and answers each by a verdict of the same number. A
-verdict also holds the change that is in force, for the engine's successor. Text that does not fit
-its checksum is being written, or its writer has died; it counts as not there, and of verdicts the
-other one does. One request plane at a time proposes, under a lock that the kernel takes away from
-who dies.
+verdict also holds the change that is in force, for the engine's successor. Of verdicts one may be
+amid being written; the other one counts then. One request plane at a time proposes, under a lock
+that the kernel takes away from who dies.
 """
 
 from __future__ import annotations
@@ -17,20 +15,18 @@ import contextlib
 import fcntl
 import mmap
 import os
-import struct
 import time
-import zlib
 from collections.abc import Iterator
 
 from msgspec import Struct, json
 
 from weft.core import errors
 from weft.core.errors import EngineBusyError, EngineDeadError, ParameterError, WeftError
+from weft.ring.checked_texts import HEAD_BYTES, CheckedTexts
 
 PLACE_BYTES, PLACES = 16 * 1024, 3
 ANSWER_S = 5.0  # that an engine may take for its verdict
 LOOK_S = 0.02
-_HEAD = struct.Struct("<QII")
 
 
 class TargetChange(Struct, frozen=True):
@@ -85,6 +81,7 @@ class TargetBoard:
         # Opened anew, as a lock on an inherited descriptor would be its parent's and siblings' too.
         self._fd = os.open(f"/proc/self/fd/{memory}", os.O_RDWR | os.O_CLOEXEC)
         self._map = mmap.mmap(memory, PLACES * PLACE_BYTES)
+        self._texts = CheckedTexts(self._map, 0, PLACE_BYTES)
 
     # -- the request plane --------------------------------------------------------------------
 
@@ -106,12 +103,12 @@ class TargetBoard:
         Raises:
             ParameterError: it is too long.
         """
-        number = 1 + max(self._number(), self._verdict().number)
+        number = 1 + max(self._texts.number(0), self._verdict().number)
         proposal = Proposal(number, time.monotonic_ns() + int(ANSWER_S * 1e9), change)
         text = json.encode(proposal)
-        if _HEAD.size + len(text) > PLACE_BYTES // 2:  # a verdict has it, too
+        if HEAD_BYTES + len(text) > PLACE_BYTES // 2:  # a verdict has it, too
             raise ParameterError("The targets of so many classes cannot be changed at once.")
-        self._write(0, number, text)
+        self._texts.write(0, number, text)
         return proposal
 
     def outcome(self, proposal: Proposal) -> bool:
@@ -139,9 +136,9 @@ class TargetBoard:
 
     def proposal(self) -> Proposal | None:
         """A proposal that has no verdict yet and is not void."""
-        if self._number() <= self._verdict().number:
+        if self._texts.number(0) <= self._verdict().number:
             return None
-        text = self._read(0)
+        text = self._texts.read(0)
         found = None if text is None else json.decode(text, type=Proposal)
         return None if found is None or time.monotonic_ns() > found.until_ns else found
 
@@ -154,34 +151,16 @@ class TargetBoard:
         """
         problem = error and _Refusal(type(error).__name__, error.message, error.param)
         text = json.encode(_Verdict(proposal.number, kept, problem or None))
-        self._write(1 + proposal.number % 2, proposal.number, text)
+        self._texts.write(1 + proposal.number % 2, proposal.number, text)
 
     # -----------------------------------------------------------------------------------------
 
-    def _number(self) -> int:
-        """Of the last proposal."""
-        number: int = _HEAD.unpack_from(self._map, 0)[0]
-        return number
-
     def _verdict(self) -> _Verdict:
         """The last one."""
-        texts = [text for text in map(self._read, (1, 2)) if text is not None]
+        texts = [text for text in map(self._texts.read, (1, 2)) if text is not None]
         found = [json.decode(text, type=_Verdict) for text in texts]
         none_yet = _Verdict(0, TargetChange())
         return max(found, key=lambda verdict: verdict.number, default=none_yet)
-
-    def _write(self, place: int, number: int, text: bytes) -> None:
-        at = place * PLACE_BYTES
-        self._map[at + _HEAD.size : at + _HEAD.size + len(text)] = text
-        _HEAD.pack_into(self._map, at, number, len(text), zlib.crc32(text))
-
-    def _read(self, place: int) -> bytes | None:
-        """The text; None if there is none, or it is being written."""
-        at = place * PLACE_BYTES
-        number, length, checksum = _HEAD.unpack_from(self._map, at)
-        begin = at + _HEAD.size
-        text = self._map[begin : begin + min(length, PLACE_BYTES - _HEAD.size)]
-        return text if number and zlib.crc32(text) == checksum else None
 
     def close(self) -> None:
         """Let the memory go."""

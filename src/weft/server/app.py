@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import replace
+from collections.abc import Sequence as Seq
+from types import MappingProxyType
 from typing import Any
 
 import orjson
@@ -15,7 +16,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from weft import __version__
 from weft.api import (
@@ -44,7 +45,7 @@ from weft.server.body import read_body
 from weft.server.data import DataFolder
 from weft.server.errorforms import ErrorForms
 from weft.server.errors import handle_bug, handle_http_error, handle_weft_error, json_response
-from weft.server.exchange import EXCHANGE, Observe, log_exchange
+from weft.server.exchange import Observe, current_key, log_exchange
 from weft.server.files import file_routes
 from weft.server.generation import endpoint_routes
 from weft.server.hosts import CheckHost, hosts_checked
@@ -103,52 +104,112 @@ def create_app(
 
     ``app.state.service`` is the `Service`, ``app.state.keys`` the `KeyRing`.
     """
-    accounts = Accounts(quotas or QuotaBoard.alone(), options.max_requests_per_key)
-    service = Service(client, tokenizer, chat_template, card, options, probe or NoProbe(), accounts)
-    endpoint = options.otlp_endpoint
-    tracer = None if endpoint is None else Tracer(make_exporter(endpoint))
-
-    store = ResponseStore(
-        options.responses_db, options.max_responses_bytes, options.responses_keep_s
+    common = Common(options, [row.name for row in card.classes], quotas)
+    service = Service(
+        client, tokenizer, chat_template, card, options, probe or NoProbe(), common.accounts
     )
-    usage = UsageStore(options.usage_db, options.usage_keep_days)
-    life = open_life(options.responses_db)
-    background = _background(service, store, life)
-    data = DataFolder(options)
+    model = ModelParts(service, common, targets)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        watching = asyncio.create_task(background.watch())
-        service.usage = usage
-        usage.start_from(service.metrics.uses())  # those of a predecessor
+        model.start()
         yield
-        watching.cancel()
-        await background.close()
-        service.close()
-        if tracer is not None:
-            tracer.close()
-        store.close()
-        usage.close(service.metrics.fresh_uses())
-        accounts.close()
-        data.close()
-        life.close()
+        await model.close()
+        common.close()
 
-    keys = KeyRing(options.api_key, options.api_key_file, [row.name for row in card.classes])
-    app = Starlette(
-        routes=[
+    app = make_app(model.routes, common, lifespan)
+    app.state.service = service
+    return app
+
+
+class Common:
+    """What all models of a request plane share.
+
+    Args:
+        classes: names of service classes.
+
+    Raises:
+        ConfigError: stored responses cannot be read.
+    """
+
+    def __init__(
+        self, options: ServerOptions, classes: Seq[str], quotas: QuotaBoard | None = None
+    ) -> None:
+        self.options = options
+        self.accounts = Accounts(quotas or QuotaBoard.alone(), options.max_requests_per_key)
+        endpoint = options.otlp_endpoint
+        self.tracer = None if endpoint is None else Tracer(make_exporter(endpoint))
+        self.store = ResponseStore(
+            options.responses_db, options.max_responses_bytes, options.responses_keep_s
+        )
+        self.data = DataFolder(options)
+        self.keys = KeyRing(options.api_key, options.api_key_file, classes)
+
+    def close(self) -> None:
+        if self.tracer is not None:
+            self.tracer.close()
+        self.store.close()
+        self.accounts.close()
+        self.data.close()
+
+
+class ModelParts:
+    """The service of one model, what it keeps, and its routes.
+
+    Raises:
+        ConfigError: the usage of keys cannot be read.
+    """
+
+    def __init__(self, service: Service, common: Common, targets: TargetBoard | None) -> None:
+        options = common.options
+        self.service = service
+        self._usage = UsageStore(options.usage_db, options.usage_keep_days)
+        self._life = open_life(options.responses_db)
+        self._background = _background(service, common.store, self._life)
+        self._watching: asyncio.Task[None] | None = None
+        self.routes = [
             *_routes(_PlainHandlers(service)),
             *endpoint_routes(service),
             *message_routes(service),
             *ollama_routes(service),
-            *response_routes(service, store, background),
-            *usage_routes(usage),
+            *response_routes(service, common.store, self._background),
+            *usage_routes(self._usage),
             *target_routes(service, targets),
-            *file_routes(service, data),
-            *batch_routes(service, data),
-            *message_batch_routes(service, data),
-            *loom_routes(service, data, keys),
-        ],
-        middleware=_middleware(options, keys, accounts, tracer),
+            *file_routes(service, common.data),
+            *batch_routes(service, common.data),
+            *message_batch_routes(service, common.data),
+            *loom_routes(service, common.data, common.keys),
+        ]
+
+    def start(self) -> None:
+        """Begin to look after responses in the background, and to keep what keys use."""
+        self._watching = asyncio.create_task(self._background.watch())
+        self.service.usage = self._usage
+        self._usage.start_from(self.service.metrics.uses())  # those of a predecessor
+
+    async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+        await self._background.close()
+        self.service.close()
+        self._usage.close(self.service.metrics.fresh_uses())
+        self._life.close()
+
+
+def make_app(
+    routes: Seq[BaseRoute],
+    common: Common,
+    lifespan: Callable[[Starlette], contextlib.AbstractAsyncContextManager[None]],
+    reserved: Mapping[str, Reserved] = MappingProxyType({}),
+) -> Starlette:
+    """The application of routes, with what stands around all of them.
+
+    Args:
+        reserved: more pages that only some keys may read.
+    """
+    app = Starlette(
+        routes=list(routes),
+        middleware=_middleware(common, {**_reserved(common.options), **reserved}),
         exception_handlers={
             WeftError: handle_weft_error,
             HTTPException: handle_http_error,
@@ -157,7 +218,7 @@ def create_app(
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
-    app.state.service, app.state.keys = service, keys
+    app.state.keys = common.keys
     return app
 
 
@@ -173,20 +234,17 @@ def _background(service: Service, store: ResponseStore, life: Life) -> Backgroun
     return Background(service, store, runs)
 
 
+def for_admins(options: ServerOptions, what: str, code: str) -> Reserved:
+    """A page that only the keys of administrators may read."""
+    message = f"{what} for those that --admin-key names."
+    return Reserved(frozenset(options.admin_key), message, code)
+
+
 def _reserved(options: ServerOptions) -> dict[str, Reserved]:
     """Pages that only some keys may read."""
-    usage = Reserved(
-        frozenset(options.admin_key),
-        "The usage of keys is for those that --admin-key names.",
-        "usage_not_allowed",
-    )
     admin = {
-        USAGE: usage,
-        TARGETS: replace(
-            usage,
-            message="The targets of classes are for those that --admin-key names.",
-            code="targets_not_allowed",
-        ),
+        USAGE: for_admins(options, "The usage of keys is", "usage_not_allowed"),
+        TARGETS: for_admins(options, "The targets of classes are", "targets_not_allowed"),
     }
     if not options.metrics_key:
         return admin
@@ -200,18 +258,17 @@ def _reserved(options: ServerOptions) -> dict[str, Reserved]:
     return {**admin, METRICS: metrics, LOOM: loom}
 
 
-def _middleware(
-    options: ServerOptions, keys: KeyRing, accounts: Accounts, tracer: Tracer | None
-) -> list[Middleware]:
+def _middleware(common: Common, reserved: Mapping[str, Reserved]) -> list[Middleware]:
     """CORS stands before the keys: a browser's preflight request cannot bear one."""
+    options, tracer = common.options, common.tracer
     middleware = [
         Middleware(ErrorForms, forms=ERROR_FORMS),
         *([Middleware(CheckHost, options=options)] if hosts_checked(options) else []),
         Middleware(
             RequireKey,
-            keys=keys,
-            accounts=accounts,
-            reserved=_reserved(options),
+            keys=common.keys,
+            accounts=common.accounts,
+            reserved=reserved,
         ),
     ]
     if options.cors_origin:
@@ -260,6 +317,12 @@ def _public(info: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in info.items() if name != "folder"}
 
 
+def sees_keys(options: ServerOptions) -> bool:
+    """Whether the request that is being answered may see in metrics what each key uses."""
+    key = current_key()
+    return key is None or key.name in (*options.metrics_key, *options.admin_key)
+
+
 class _PlainHandlers:
     """One method for each route."""
 
@@ -305,10 +368,7 @@ class _PlainHandlers:
         return json_response(body, 200 if state == "ready" else 503)
 
     async def metrics(self, _: Request) -> Response:
-        exchange, options = EXCHANGE.get(), self._service.options
-        key = None if exchange is None else exchange.key
-        by_key = key is None or key.name in (*options.metrics_key, *options.admin_key)
-        page = self._service.metrics.render(by_key=by_key)
+        page = self._service.metrics.render(by_key=sees_keys(self._service.options))
         return Response(page, media_type=CONTENT_TYPE)
 
     async def version(self, _: Request) -> Response:
@@ -325,20 +385,22 @@ class _PlainHandlers:
         return Response(self._description, media_type="application/json")
 
     async def server_info(self, _: Request) -> Response:
-        service = self._service
-        card, options = service.builder.card, service.options
-        return json_response(
-            {
-                "version": __version__,
-                "model": {
-                    "names": card.served_names,
-                    "max_model_len": card.max_model_len,
-                    "vocab_size": card.vocab_size,
-                    "system_fingerprint": card.system_fingerprint,
-                    "chat": service.builder.chat_template is not None,
-                    "tokenizer": service.builder.tokenizer.encoder.name,
-                },
-                "limits": _limits(options),
-                "engine": _public(service.probe.info()),
-            }
-        )
+        return json_response(server_info(self._service))
+
+
+def server_info(service: Service) -> dict[str, Any]:
+    """The answer of ``/server_info``."""
+    card = service.builder.card
+    return {
+        "version": __version__,
+        "model": {
+            "names": card.served_names,
+            "max_model_len": card.max_model_len,
+            "vocab_size": card.vocab_size,
+            "system_fingerprint": card.system_fingerprint,
+            "chat": service.builder.chat_template is not None,
+            "tokenizer": service.builder.tokenizer.encoder.name,
+        },
+        "limits": _limits(service.options),
+        "engine": _public(service.probe.info()),
+    }

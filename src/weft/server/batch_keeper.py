@@ -12,7 +12,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -43,6 +43,7 @@ class BatchKeeper(KeptProcess):
         card: the engine's facts as JSON, once there is an engine.
         board: where request planes count, which has a cell for batches, too.
         number: of that cell.
+        on_start: called when a batch process is started.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class BatchKeeper(KeptProcess):
         card: asyncio.Future[str],
         board: int,
         number: int,
+        on_start: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
         self._folder = data_folder(options)
@@ -71,8 +73,18 @@ class BatchKeeper(KeptProcess):
         self._card = card
         self._board, self._number = board, number
         self._watchdog_s = options.watchdog_s
+        self._on_start = on_start
         self._signed_s = 0.0  # when something was last heard of it, on the monotonic clock
         self._watches = True  # the folder
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is a batch process."""
+        return self._process is not None and self._process.poll() is None
+
+    async def has_work(self, identity: str) -> bool:
+        """Whether there are batches for a model of this identity that have not ended."""
+        return self.alive and not await asyncio.to_thread(self._work_within, identity)
 
     async def run(self) -> None:
         """Keep a batch process running whenever there are batches, until ``end``."""
@@ -152,6 +164,7 @@ class BatchKeeper(KeptProcess):
             return 1
         finally:
             os.close(write_end)
+        self._on_start()
         loop = asyncio.get_running_loop()
         loop.add_reader(read_end, self._on_sign, read_end)
         death = asyncio.create_task(exited(process))

@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
 from weft.core.early import Starter
@@ -21,6 +22,7 @@ from weft.core.kept_process import KeptProcess
 from weft.core.memory import MemoryKills
 from weft.core.process import Backoff, Process, beat_s, describe_exit, exited, start_child
 from weft.ring.link import RingAccess
+from weft.ring.model_board import ModelBoard, ModelFds
 from weft.ring.segment import RingFds
 from weft.server.counts import Board
 from weft.server.quota_board import release_plane
@@ -32,17 +34,18 @@ START_S = 60.0  # more patience with one that has still to begin
 logger = logging.getLogger("weft")
 
 
-class Boards(NamedTuple):
-    """Descriptors of memory that all request planes share.
+class Links(NamedTuple):
+    """What a request plane has to do with the engine of one model.
 
     Attributes:
-        counts: what they have counted.
-        quotas: what API keys use.
-        targets: targets that are set while the server runs; None where the engine is elsewhere.
+        ring: of the two.
+        counts: descriptor of the memory of what all request planes have counted.
+        targets: the same of targets that are set while the server runs; None where the engine is
+            elsewhere.
     """
 
+    ring: RingFds | RingAccess
     counts: int
-    quotas: int
     targets: int | None
 
 
@@ -52,34 +55,38 @@ class FrontendKeeper(KeptProcess):
     Args:
         number: of this request plane, from 0.
         settings: what the process reads from standard input.
-        boards: memory that all request planes share.
+        links: to the engine of each model.
+        quotas: descriptor of the memory of what API keys use, which all request planes share.
         card: the engine's facts as JSON, once there is an engine.
         watchdog_s: seconds without a sign after which a request plane is killed and replaced.
         start: how to start it.
+        models: where several models are; None where there is one, always awake.
     """
 
     def __init__(
         self,
         number: int,
         settings: Mapping[str, Any],
-        ring: RingFds | RingAccess,
+        links: Seq[Links],
         listener: socket.socket,
-        boards: Boards,
+        quotas: int,
         card: asyncio.Future[str],
         watchdog_s: float,
         start: Starter = start_child,
+        models: ModelFds | None = None,
     ) -> None:
         super().__init__()
         self._number = number
         self._starter = start
         self._settings = settings
-        self._ring = ring
+        self._links = links
         self._listener = listener
-        self._boards = boards
+        self._quotas = quotas
+        self._models = models
         self._card = card
         self._watchdog_s = watchdog_s
         self._tick_s = beat_s(watchdog_s)
-        self._signs = Board(boards.counts, number)
+        self._signs = Board(links[0].counts, number)
         self._kills = MemoryKills()
         self._fed_s = math.inf  # when the current one got the card, on the monotonic clock
 
@@ -139,7 +146,9 @@ class FrontendKeeper(KeptProcess):
             death.cancel()
             feeding.cancel()
             await asyncio.wait([death, feeding])
-            release_plane(self._boards.quotas, self._number)
+            release_plane(self._quotas, self._number)
+            if self._models is not None:
+                ModelBoard(self._models).forget(self._number)
 
     def _hangs(self) -> bool:
         """Whether it gave no sign of life for too long; others wait while it ends."""
@@ -150,14 +159,17 @@ class FrontendKeeper(KeptProcess):
 
     def _start(self, card: int, announce: bool) -> Process:
         command = [sys.executable, "-m", "weft.server.process", "--parent", str(os.getpid())]
-        command += ["--ring", str(self._ring), "--card", str(card)]
-        command += ["--socket", str(self._listener.fileno())]
-        command += ["--board", str(self._boards.counts), "--quotas", str(self._boards.quotas)]
-        command += ["--number", str(self._number)]
-        if self._boards.targets is not None:
-            command += ["--targets", str(self._boards.targets)]
+        command += ["--card", str(card), "--socket", str(self._listener.fileno())]
+        command += ["--quotas", str(self._quotas), "--number", str(self._number)]
+        passed = [card, self._listener.fileno(), self._quotas]
+        for ring, counts, targets in self._links:
+            command += ["--ring", str(ring), "--board", str(counts)]
+            command += [] if targets is None else ["--targets", str(targets)]
+            passed += [*ring.pass_fds, counts, *([] if targets is None else [targets])]
+        if self._models is not None:
+            command += ["--models", str(self._models)]
+            passed += [self._models.memory, self._models.bell]
         command += ["--announce"] * announce
-        boards = [board for board in self._boards if board is not None]
         theirs, settings = os.pipe()
         # A process that is dead already is noticed elsewhere.
         with contextlib.suppress(BrokenPipeError), os.fdopen(settings, "wb") as pipe:
@@ -165,7 +177,7 @@ class FrontendKeeper(KeptProcess):
                 process = self._starter(
                     command,
                     stdin=theirs,
-                    pass_fds=[card, self._listener.fileno(), *boards, *self._ring.pass_fds],
+                    pass_fds=passed,
                     start_new_session=True,
                 )
             finally:

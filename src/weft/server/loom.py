@@ -93,8 +93,8 @@ def loom_routes(service: Service, data: DataFolder, keys: KeyRing) -> list[Route
 def _wants_once(request: Request) -> bool:
     """Whether one object is wanted, and no stream. Raises ParameterError."""
     for name in request.query_params:
-        if name != "once":
-            hint = suggest(name[:64], ["once"])
+        if name not in ("once", "model"):  # the latter where there are several
+            hint = suggest(name[:64], ["once", "model"])
             raise ParameterError(f"Unknown parameter '{name[:64]}'.{hint}", param=name[:64])
     given = request.query_params.get("once")
     if given not in (None, "0", "1"):

@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from types import FrameType
+from typing import Protocol
 
 import uvicorn
 from starlette.applications import Starlette
 
 from weft.api import ModelCard
+from weft.core.errors import WeftError
 from weft.core.ports import EngineClient
 from weft.core.process import SAME_SIGNAL_S, beat_s
 from weft.ring.target_board import TargetBoard
@@ -32,7 +34,6 @@ from weft.server.options import ServerOptions
 from weft.server.probe import EngineProbe
 from weft.server.protocol import BoundedProtocol, bounded_protocol
 from weft.server.quota_board import QuotaBoard
-from weft.server.service import Service
 from weft.text import ChatTemplate, Tokenizer
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -88,6 +89,22 @@ def run_server(
                 os.unlink(options.uds)
 
 
+class Drained(Protocol):
+    """The service of one model, or those of several, as the server sees them."""
+
+    draining: bool
+
+    @property
+    def num_open(self) -> int:
+        """What is being answered."""
+
+    def look(self) -> None:
+        """Keep what is known of other processes up to date; called twice a second."""
+
+    def abort_all(self, error: WeftError) -> None:
+        """End everything with an error."""
+
+
 class DrainingServer(uvicorn.Server):
     """Uvicorn, but a signal lets open requests finish while the port still answers.
 
@@ -103,7 +120,7 @@ class DrainingServer(uvicorn.Server):
         super().__init__(_uvicorn_config(app, options))
         if options.access_log or options.log_requests:
             REQUESTS.setLevel(logging.INFO)
-        self._service: Service = app.state.service
+        self._service: Drained = app.state.service
         self._keys: KeyRing = app.state.keys
         self._timeout_s = options.drain_timeout_s
         self._deadline: float | None = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -99,10 +100,14 @@ OWN_METRICS: Mapping[str, tuple[str, str]] = {
 }
 
 
-def render(metrics: Metrics, *, by_key: bool) -> bytes:
-    """The page; without what names keys, anybody who has a key may see it."""
+def render(models: Seq[Metrics], *, by_key: bool, more: Iterable[Metric] = ()) -> bytes:
+    """The page of all models; without what names keys, anybody who has a key may see it.
+
+    Args:
+        more: families beside theirs.
+    """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Families(metrics, by_key))
+    registry.register(_Page([_Families(metrics, by_key) for metrics in models], more))
     return generate_latest(registry)
 
 
@@ -111,7 +116,27 @@ def families_of(metrics: Metrics, *, by_key: bool) -> Iterator[Metric]:
     return _Families(metrics, by_key).collect()
 
 
-class _Families(Collector):
+class _Page(Collector):
+    """Families of several models, each once with the samples of all."""
+
+    def __init__(self, models: Seq[_Families], more: Iterable[Metric]) -> None:
+        self._models = models
+        self._more = more
+
+    def collect(self) -> Iterator[Metric]:
+        found: dict[str, Metric] = {}
+        for model in self._models:
+            for family in model.collect():
+                found.setdefault(family.name, family)
+                if found[family.name] is not family:
+                    found[family.name].samples += family.samples
+        yield from found.values()
+        yield from self._more
+
+
+class _Families:
+    """The families of one model."""
+
     def __init__(self, metrics: Metrics, by_key: bool) -> None:
         self._metrics = metrics
         self._by_key = by_key

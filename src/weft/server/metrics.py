@@ -97,7 +97,7 @@ class Metrics(Counts):
         """
         from weft.server.metric_families import render  # no start waits for it
 
-        return render(self, by_key=by_key)
+        return render([self], by_key=by_key)
 
     @contextlib.contextmanager
     def counting_refusals(self) -> Iterator[None]:

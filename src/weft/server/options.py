@@ -42,6 +42,24 @@ class ServerOptions:
     served_model_name: tuple[str, ...] = setting(
         "strings", (), "name of the model in requests; may be repeated", high=64, everyday=True
     )
+    models_memory: int | None = setting(
+        "bytes",
+        None,
+        "several models: memory that those awake may take together, with weights and KV cache; the "
+        "least recently used ones sleep beyond it; unset or auto is 0.8 of the free memory",
+        low=2**20,
+        auto=True,
+        everyday=True,
+    )
+    idle_sleep_s: float = setting(
+        "float",
+        0.0,
+        "seconds without a request after which a model sleeps, its memory given back, until the "
+        "next request; 0 for never",
+        low=0,
+        high=30 * 86400,
+        everyday=True,
+    )
     api_key: tuple[str, ...] = setting(
         "strings", (), "key that requests must have; may be repeated", high=4096, everyday=True
     )

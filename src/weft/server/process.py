@@ -1,11 +1,14 @@
 """The request-plane process: tokenises, serves HTTP, and talks to the engine through a ring.
 
     python -m weft.server.process --number N --ring FDS --socket FD --card FD --board FD
-                                  --quotas FD --parent PID [--targets FD] [--announce]
+                                  --quotas FD --parent PID [--targets FD] [--models FDS]
+                                  [--announce]
 
 Settings come as JSON on standard input, the model's facts as one JSON line on the card descriptor
 once the engine is ready. The parent keeps an engine at the ring: while there is none, requests
-wait in it. Several of these processes may share the listening socket.
+wait in it. Several of these processes may share the listening socket. With several models ring,
+board and targets are given for each of them, and the line on the card descriptor is of the first
+one that is awake.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -73,10 +76,12 @@ def prepare() -> None:
 def main() -> None:
     """Serve until SIGTERM; exit code 0 then."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--ring", required=True)
-    for name in ("--socket", "--card", "--parent", "--board", "--quotas", "--number"):
+    parser.add_argument("--ring", action="append", required=True)
+    parser.add_argument("--board", type=int, action="append", required=True)
+    for name in ("--socket", "--card", "--parent", "--quotas", "--number"):
         parser.add_argument(name, type=int, required=True)
-    parser.add_argument("--targets", type=int)  # without it the engine takes no others
+    parser.add_argument("--targets", type=int, action="append")  # without it there are no others
+    parser.add_argument("--models")
     parser.add_argument("--announce", action="store_true")
     arguments = parser.parse_args()
     set_process_title("weft-frontend")
@@ -88,13 +93,21 @@ def main() -> None:
     if known is None or has_template(Path(known), settings["chat_template"]):
         with contextlib.suppress(WeftError):  # which the first template meets again
             shared_renderer().start()  # it is there before the engine is
-    early = _load_early(settings)  # while the engine is built
+    # While the engine is built.
+    early = _load_early(settings) if arguments.models is None else None
     with os.fdopen(arguments.card) as card:
         line = card.readline()
     if not line:
         sys.exit(1)  # the engine did not start; the parent tells why
+    served = ServedModel.from_json(line)
+    set_up_logs("frontend", log_level(settings["log_level"]), settings["log_format"])
     try:
-        _serve(arguments, settings, ServedModel.from_json(line), early)
+        if arguments.models is not None:
+            from weft.server.several_process import serve_several
+
+            serve_several(arguments, settings, served)
+        else:
+            _serve(arguments, settings, served, early)
     except WeftError as error:
         print(f"weft: {error.message}", file=sys.stderr)
         sys.exit(EXIT_CHANGED if isinstance(error, ModelChangedError) else EXIT_REFUSED)
@@ -120,14 +133,13 @@ def _serve(
     early: tuple[Path, Tokenizer] | None,
 ) -> None:
     options = ServerOptions(**settings["options"])
-    set_up_logs("frontend", log_level(settings["log_level"]), settings["log_format"])
     folder = Path(settings["tokenizer"] or served.folder)
     tokenizer = early[1] if early and early[0] == folder else Tokenizer.load(folder)
     template = find_template(Path(served.folder), settings["chat_template"])
     if template is None:
         shared_renderer().close()
-    ring = parse_ring(arguments.ring)
-    board = Board(arguments.board, arguments.number)
+    ring = parse_ring(arguments.ring[0])
+    board = Board(arguments.board[0], arguments.number)
     client = meet_ring(ring, board, beat_s(options.watchdog_s))
     client.on_model_change = lambda: os.kill(os.getpid(), signal.SIGTERM)
 
@@ -158,7 +170,7 @@ def _serve(
             on_listening=on_listening,
             board=board,
             quotas=QuotaBoard(arguments.quotas, arguments.number),
-            targets=None if arguments.targets is None else TargetBoard(arguments.targets),
+            targets=None if arguments.targets is None else TargetBoard(arguments.targets[0]),
         )
     finally:
         client.leave()
@@ -221,11 +233,18 @@ def meet_ring(ring: RingFds | RingAccess, board: Board, every_s: float) -> RingC
 
 
 class RingProbe:
-    """The state of the engine, from the info page of the ring."""
+    """The state of the engine, from the info page of the ring.
 
-    def __init__(self, client: RingClient, served: ServedModel) -> None:
+    Args:
+        starts: how many engines were started that took over from none.
+    """
+
+    def __init__(
+        self, client: RingClient, served: ServedModel, starts: Callable[[], int] = lambda: 1
+    ) -> None:
         self._client = client
         self._served = served
+        self._starts = starts
         self._progress = Progress()
         self._classes: Sequence[ServiceClass] = served.classes
 
@@ -254,7 +273,7 @@ class RingProbe:
             "num_requests_running": info.running,
             "num_requests_waiting": info.waiting,
             "kv_cache_usage_perc": used,
-            "engine_restarts": self._client.engines - 1,
+            "engine_restarts": max(0, self._client.engines - self._starts()),
             "engine_memory_kills": self._client.memory_kills,
             "host_kv_blocks": info.host_blocks,
             "host_kv_blocks_free": info.free_host_blocks,

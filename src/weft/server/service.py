@@ -296,18 +296,7 @@ class Service:
         Raises:
             ParameterError: the time that it asks for is malformed, or longer than allowed.
         """
-        exchange = EXCHANGE.get()
-        header = None if exchange is None else exchange.headers.get(TIMEOUT_HEADER)
-        options = self.options
-        if header is not None:
-            wanted = _timeout(header, options.max_request_timeout_s, TIMEOUT_HEADER)
-        elif job.timeout_s is not None:
-            wanted = _timeout(job.timeout_s, options.max_request_timeout_s, "timeout")
-        elif options.request_timeout_s is not None:
-            wanted = options.request_timeout_s
-        else:
-            return None
-        return wanted if exchange is None else exchange.started + wanted - time.monotonic()
+        return time_left_s(self.options, job.timeout_s)
 
     def abort_all(self, error: WeftError) -> None:
         """End every open job with an error."""
@@ -426,6 +415,28 @@ class OpenJob:
     ) -> None:
         self._cancel()
         self._service.forget(self)
+
+
+def time_left_s(options: ServerOptions, asked_s: float | None = None) -> float | None:
+    """Seconds until the deadline of the request that is being answered; None without one.
+
+    Args:
+        asked_s: what its body asks for, unless a header does.
+
+    Raises:
+        ParameterError: the time that it asks for is malformed, or longer than allowed.
+    """
+    exchange = EXCHANGE.get()
+    header = None if exchange is None else exchange.headers.get(TIMEOUT_HEADER)
+    if header is not None:
+        wanted = _timeout(header, options.max_request_timeout_s, TIMEOUT_HEADER)
+    elif asked_s is not None:
+        wanted = _timeout(asked_s, options.max_request_timeout_s, "timeout")
+    elif options.request_timeout_s is not None:
+        wanted = options.request_timeout_s
+    else:
+        return None
+    return wanted if exchange is None else exchange.started + wanted - time.monotonic()
 
 
 def _timeout(given: str | float, most: float, param: str) -> float:

@@ -1,0 +1,230 @@
+"""The HTTP application of several models: finds the model of each request."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from weft.api import decode_body
+from weft.api.endpoints import ENDPOINTS
+from weft.api.ollama_models import list_models, running_models
+from weft.batch.store import BatchStore
+from weft.core.errors import WeftError
+from weft.ring.model_board import LOAD, UNLOAD
+from weft.server.app import METRICS, Common, for_admins, make_app, sees_keys, server_info
+from weft.server.batches import PATH as BATCHES
+from weft.server.batches import BatchBody
+from weft.server.body import read_body
+from weft.server.errors import json_response
+from weft.server.exchange import current_owner, inner_path
+from weft.server.metrics import CONTENT_TYPE
+from weft.server.models import Models, PlaneModel
+from weft.server.service import DisconnectedError
+from weft.server.targets import PATH as TARGETS
+
+ORDERS = {"/v1/models/load": LOAD, "/v1/models/unload": UNLOAD}
+# Paths whose bodies name a model.
+NAMING = frozenset({
+    *(row.path for row in ENDPOINTS.values()),
+    *("/v1/responses", "/v1/responses/input_tokens", "/v1/messages/count_tokens"),
+    *("/tokenize", "/detokenize", "/api/show", "/api/pull"),
+})  # fmt: skip
+WAKING = {("PUT", TARGETS)}  # other requests that an engine has to answer
+FIRST_LINE_BYTES = 2**20  # of a file of a batch, in which its model is looked for
+
+
+class _ModelNames(Struct):
+    """What a body says of its model; all else is for whoever answers it."""
+
+    model: Any = None
+    name: Any = None
+
+
+class _FirstLine(Struct):
+    """A line of a batch."""
+
+    body: _ModelNames | None = None
+
+
+class OrderBody(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Body of ``POST /v1/models/load`` and ``unload``."""
+
+    model: str
+
+
+def create_models_app(models: Models, common: Common) -> Starlette:
+    """The application; ``app.state.service`` is what the server drains."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        await models.start()
+        yield
+        await models.close()
+        common.close()
+
+    handlers = _Handlers(models, common)
+    reserved = for_admins(common.options, "Loading and unloading models is", "models_not_allowed")
+    app = make_app(handlers.routes(), common, lifespan, dict.fromkeys(ORDERS, reserved))
+    app.router.default = handlers.dispatch
+    app.state.service = models
+    return app
+
+
+class _Handlers:
+    """What concerns all models, and the way to the routes of one."""
+
+    def __init__(self, models: Models, common: Common) -> None:
+        self._models = models
+        self._common = common
+        self._options = replace(common.options, log_requests=False)  # who answers logs the body
+
+    def routes(self) -> list[Route]:
+        gets: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            "/v1/models": self.list,
+            "/v1/models/{name:path}": self.show,
+            "/api/tags": self.tags,
+            "/api/ps": self.running,
+            "/ready": self.ready,
+            METRICS: self.metrics,
+            "/server_info": self.server_info,
+        }
+        return [
+            *(Route(path, self.order, methods=["POST"]) for path in ORDERS),
+            *(Route(path, handler, methods=["GET"]) for path, handler in gets.items()),
+        ]
+
+    # -- requests for one model ---------------------------------------------------------------
+
+    async def dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the model answer that a request names, or else the first one."""
+        if scope["type"] != "http":
+            return
+        path, method, rest = inner_path(scope), scope["method"], receive
+        wakes = (method, path) in WAKING
+        if method == "POST" and path in (*NAMING, BATCHES):
+            body = await read_body(Request(scope, receive), self._options)
+            receive = _replayed(body, receive)
+            wakes = path in NAMING
+            model = self._model_in(body) if wakes else await self._model_of_batch(body)
+        else:
+            named = Request(scope).query_params.get("model")
+            model = self._models.find(named) if named else self._models.known()
+        if not wakes and model.parts is not None:
+            await (await model.open())(scope, receive, send)
+            return
+        with model.entered():
+            try:
+                router = await model.ready(self._options, lambda: self._models.stopped, rest)
+            except DisconnectedError:
+                return
+            await router(scope, receive, send)
+
+    def _model_in(self, body: bytes) -> PlaneModel:
+        """The model that a body names. What is wrong with the body else, others say."""
+        try:
+            said = msgspec.json.decode(body, type=_ModelNames)
+        except (msgspec.DecodeError, RecursionError):
+            return self._models.known()
+        return self._find(said)
+
+    def _find(self, said: _ModelNames) -> PlaneModel:
+        name = said.model or said.name
+        if not isinstance(name, str):
+            return self._models.known() if name else self._models.find(None)
+        known = self._models.known().service
+        assert known is not None
+        with known.metrics.counting_refusals():
+            return self._models.find(name)
+
+    async def _model_of_batch(self, body: bytes) -> PlaneModel:
+        """The model of the first line of the file that a new batch names."""
+        try:
+            file_id, owner = decode_body(BatchBody, body).input_file_id, current_owner()
+
+            def first_line(store: BatchStore) -> bytes:
+                store.file(owner, file_id)
+                with store.files_folder.path(file_id).open("rb") as file:
+                    return file.readline(FIRST_LINE_BYTES)
+
+            line = msgspec.json.decode(await self._common.data.run(first_line), type=_FirstLine)
+        except (WeftError, OSError, msgspec.DecodeError, RecursionError):
+            return self._models.known()  # whose handler says what is wrong
+        try:
+            return self._find(line.body or _ModelNames())
+        except WeftError:
+            return self._models.known()  # each line has an error of its own then
+
+    # -- models -------------------------------------------------------------------------------
+
+    async def order(self, request: Request) -> Response:
+        """Load or unload a model."""
+        body = decode_body(OrderBody, await read_body(request, self._common.options))
+        model = self._models.find(body.model)
+        await model.order(ORDERS[inner_path(request.scope)])
+        return json_response({"id": model.names[0], "object": "model", **model.describe()})
+
+    async def list(self, _: Request) -> Response:
+        found = [entry for model in self._models.models for entry in model.objects()]
+        return json_response({"object": "list", "data": found})
+
+    async def show(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        model = self._models.find(name)
+        return json_response({**model.objects()[0], "id": name})
+
+    async def tags(self, _: Request) -> Response:
+        found = [list_models(model.card())["models"] for model in self._models.models]
+        return json_response({"models": [entry for entries in found for entry in entries]})
+
+    async def running(self, _: Request) -> Response:
+        awake = [model for model in self._models.models if model.row.state == "awake"]
+        found = [running_models(model.card())["models"] for model in awake]
+        return json_response({"models": [entry for entries in found for entry in entries]})
+
+    # -- the server ---------------------------------------------------------------------------
+
+    async def ready(self, _: Request) -> Response:
+        state = self._models.state
+        states = {model.names[0]: model.row.state for model in self._models.models}
+        return json_response({"status": state, "models": states}, 200 if state == "ready" else 503)
+
+    async def metrics(self, _: Request) -> Response:
+        from weft.server.metric_families import render  # no start waits for it
+        from weft.server.model_metrics import model_families
+
+        rows = {model.names[0]: model.row for model in self._models.models}
+        page = render(
+            [service.metrics for service in self._models.services],
+            by_key=sees_keys(self._common.options),
+            more=model_families(rows),
+        )
+        return Response(page, media_type=CONTENT_TYPE)
+
+    async def server_info(self, request: Request) -> Response:
+        """Of the model that the query names, or the first one that was awake, and of all."""
+        named = request.query_params.get("model")
+        model = self._models.find(named) if named else self._models.known()
+        if model.service is None:
+            model = self._models.known()
+        assert model.service is not None
+        return json_response({**server_info(model.service), "models": self._models.describe()})
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """What gives a body that was read once more, and then what else comes."""
+    left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def again() -> Message:
+        return left.pop() if left else await receive()
+
+    return again
