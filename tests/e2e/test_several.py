@@ -113,6 +113,16 @@ def several(tiny, tmp_path_factory) -> Iterator[Server]:
         yield server
 
 
+def test_routes_are_described_and_the_loom_is_that_of_a_model(several):
+    paths = httpx.get(f"{several.url}/openapi.json").raise_for_status().json()["paths"]
+    assert {"/v1/models/load", "/v1/models/unload", "/v1/chat/completions", "/ready"} <= set(paths)
+    for name in ("a", "b"):
+        url = f"{several.url}/v1/loom?once=1&model={name}"
+        shown = httpx.get(url, headers=ADMIN, timeout=START_S).raise_for_status().json()
+        assert shown["models"] == [name]
+    assert httpx.get(f"{several.url}/v1/loom?model=c", headers=ADMIN).status_code == 404
+
+
 def test_requests_find_their_model(several):
     assert states(several) == {"a": "awake", "b": "awake", "broken": "failed", "tiny": "awake"}
     of_a = tokens_of(ask(several, "a"))

@@ -10,13 +10,32 @@ from weft.api.answers import InputUsage, LikelyFirst
 
 
 class ModelEntry(Struct, kw_only=True):
-    """A name of the served model; ``max_model_len`` is its context."""
+    """A name of a served model; ``max_model_len`` is its context, known once it was awake.
+
+    With several models also its state, the memory that it takes, the seconds of its last waking,
+    and why it cannot be loaded.
+    """
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
-    max_model_len: int
+    max_model_len: int | UnsetType = UNSET
+    state: Literal["asleep", "loading", "awake", "failed"] | UnsetType = UNSET
+    memory_bytes: int | UnsetType = UNSET
+    wake_s: float | UnsetType = UNSET
+    error: str | UnsetType = UNSET
+
+
+class ModelState(Struct, kw_only=True):
+    """What became of an order to load or unload a model."""
+
+    id: str
+    object: Literal["model"]
+    state: Literal["asleep", "loading", "awake", "failed"]
+    memory_bytes: int
+    wake_s: float | UnsetType = UNSET
+    error: str | UnsetType = UNSET
 
 
 class ModelList(Struct, kw_only=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from types import MappingProxyType
 from typing import Any
@@ -376,16 +376,19 @@ class _PlainHandlers:
 
     async def openapi(self, request: Request) -> Response:
         """The description of all routes, made when it is first asked for."""
-        from weft.server.openapi import describe_routes  # of use to few servers
-
         if not self._description:
-            routes, root_path = list(request.app.routes), self._service.options.root_path
-            document = await asyncio.to_thread(describe_routes, routes, root_path)
-            self._description = orjson.dumps(document)
+            self._description = await describe(request.app.routes, self._service.options)
         return Response(self._description, media_type="application/json")
 
     async def server_info(self, _: Request) -> Response:
         return json_response(server_info(self._service))
+
+
+async def describe(routes: Iterable[BaseRoute], options: ServerOptions) -> bytes:
+    """The OpenAPI description of routes, as JSON."""
+    from weft.server.openapi import describe_routes  # of use to few servers
+
+    return orjson.dumps(await asyncio.to_thread(describe_routes, list(routes), options.root_path))
 
 
 def server_info(service: Service) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from weft.server.files import EXPIRY_S, MOST_FILES
 from weft.server.metrics import CONTENT_TYPE
 from weft.server.ollama import STORE_PATHS
 from weft.server.responses import DEFAULT_ITEMS, MOST_ITEMS
+from weft.server.several_app import OrderBody
 from weft.server.targets import TargetsBody
 from weft.server.usage import DEFAULT_ROWS, MOST_ROWS
 
@@ -284,6 +285,12 @@ _OF_BATCHES = {
 _OF_MODELS = {
     "GET /v1/models": Operation(MODELS, "The served names", (server_answers.ModelList,)),
     "GET /v1/models/{name}": Operation(MODELS, "One served name", (server_answers.ModelEntry,)),
+    "POST /v1/models/load": Operation(
+        MODELS, "Wake a model; with several", (server_answers.ModelState,), (OrderBody,)
+    ),
+    "POST /v1/models/unload": Operation(
+        MODELS, "Put a model to sleep; with several", (server_answers.ModelState,), (OrderBody,)
+    ),
     "POST /tokenize": Operation(
         MODELS, "Token ids of text or messages", (server_answers.Tokenized,), (TokenizeBody,)
     ),
@@ -298,6 +305,16 @@ _OF_SERVER = {
     "GET /version": Operation(SERVER, "The version of weft", (server_answers.Version,)),
     "GET /server_info": Operation(SERVER, "Model, limits and engine", (server_answers.ServerInfo,)),
     "GET /openapi.json": Operation(SERVER, "This description", media="application/json"),
+    "GET /v1/loom": Operation(
+        SERVER,
+        "The engine's steps, classes, KV and batches, as they are computed",
+        media="application/json",
+        streams=True,
+        query=(
+            Query("once", Literal["0", "1"], "One object in place of a stream."),
+            Query("model", str, "Of several models, the one to show; the first by default."),
+        ),
+    ),
     "GET /v1/targets": Operation(SERVER, "Latency targets", (server_answers.Targets,)),
     "PUT /v1/targets": Operation(
         SERVER, "Change latency targets", (server_answers.Targets,), (TargetsBody,)

@@ -21,7 +21,16 @@ from weft.api.ollama_models import list_models, running_models
 from weft.batch.store import BatchStore
 from weft.core.errors import WeftError
 from weft.ring.model_board import LOAD, UNLOAD
-from weft.server.app import METRICS, Common, for_admins, make_app, sees_keys, server_info
+from weft.server.app import (
+    METRICS,
+    Common,
+    describe,
+    for_admins,
+    make_app,
+    sees_keys,
+    server_info,
+)
+from weft.server.auth import OPENAPI
 from weft.server.batches import PATH as BATCHES
 from weft.server.batches import BatchBody
 from weft.server.body import read_body
@@ -87,6 +96,7 @@ class _Handlers:
         self._models = models
         self._common = common
         self._options = replace(common.options, log_requests=False)  # who answers logs the body
+        self._description = b""
 
     def routes(self) -> list[Route]:
         gets: dict[str, Callable[[Request], Awaitable[Response]]] = {
@@ -97,6 +107,7 @@ class _Handlers:
             "/ready": self.ready,
             METRICS: self.metrics,
             "/server_info": self.server_info,
+            OPENAPI: self.openapi,
         }
         return [
             *(Route(path, self.order, methods=["POST"]) for path in ORDERS),
@@ -209,6 +220,15 @@ class _Handlers:
             more=model_families(rows),
         )
         return Response(page, media_type=CONTENT_TYPE)
+
+    async def openapi(self, request: Request) -> Response:
+        """The description of all routes, those of a model among them; made once."""
+        if not self._description:
+            known = self._models.known().parts
+            assert known is not None
+            routes = [*request.app.routes, *known.routes]
+            self._description = await describe(routes, self._common.options)
+        return Response(self._description, media_type="application/json")
 
     async def server_info(self, request: Request) -> Response:
         """Of the model that the query names, or the first one that was awake, and of all."""
