@@ -21,15 +21,17 @@ from weft.api.message_body import (
 )
 from weft.api.ollama import Options
 from weft.api.ollama_models import ModelBody
-from weft.api.response_body import CustomTool, FunctionTool
 from weft.api.response_items import (
     CallItem,
     CustomCallItem,
+    LoadedToolsItem,
     MessageItem,
     ReasoningItem,
     ResultItem,
+    SearchCallItem,
     TextPart,
 )
+from weft.api.response_tools import CustomTool, FunctionTool, NamespaceTool, SearchTool
 from weft.api.rules import Refused, rules_of
 
 HEAD = """# Parameters of requests
@@ -45,12 +47,13 @@ How weft treats each parameter, from the declarations that decode requests
   the message says why.
 
 `null` and the values in the last column have no effect and are always accepted. A key that is in
-no table is refused at the top of a body, and ignored within the structures marked with *.
+no table is refused at the top of a body, and ignored within the structures marked with * and in
+all of Ollama's bodies.
 `max_tokens`, by any of its names, is lowered to what the prompt leaves of the context and then
-named as ignored; the prompt alone must fit. Tools of types that are neither functions nor custom
-tools are ignored: the model does not see them. Items of `/v1/responses` that belong to
-tools which a provider runs (`web_search_call` and the like), and `compaction`, are ignored: they
-are left out of the conversation.
+named as ignored; the prompt alone must fit. Tools that the client does not run are ignored: the
+model does not see them. Items of `/v1/responses` that belong to tools which a provider runs
+(`web_search_call` and the like), and `compaction`, are ignored: they are left out of the
+conversation.
 """
 
 Kinds = tuple[tuple[str, type[Struct]], ...]
@@ -69,10 +72,14 @@ ITEMS: Kinds = (
     ("item `function_call`", CallItem),
     ("item `custom_tool_call`", CustomCallItem),
     ("items of outputs", ResultItem),
+    ("item `tool_search_call`", SearchCallItem),
+    ("items `tool_search_output` and `additional_tools`", LoadedToolsItem),
     ("item `reasoning`", ReasoningItem),
     ("parts of text", TextPart),
     ("tool `function`", FunctionTool),
     ("tool `custom`", CustomTool),
+    ("tool `namespace`", NamespaceTool),
+    ("tool `tool_search`", SearchTool),
 )
 NAMED = ("block", "item", "object", "part", "tool `")  # paths that say what they are themselves
 OPTIONS: Kinds = (("object `options`", Options),)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from weft.api import decode_body
-from weft.api.message_body import MessageBody
-from weft.api.messages import chat_fields, message_job
+from weft.api import Notes, decode_body
+from weft.api.message_body import MessageBody, PromptBody
+from weft.api.messages import chat_fields, count_tokens, message_job
 from weft.core.errors import WeftError
 
 HELLO = [{"role": "user", "content": "hi"}]
@@ -136,3 +136,78 @@ def test_wrong_bodies_are_named(builder, fields, param, code):
     if code is not None:
         assert caught.value.code == code
     assert "max_completion_tokens " not in caught.value.message
+
+
+PLAIN = {"type": "text", "text": "a"}
+
+
+def changed(kind: str, **tool: Any) -> dict[str, Any]:
+    return {"type": kind, "tool": tool}
+
+
+def test_messages_add_and_remove_tools():
+    reference = {"type": "tool_reference", "name": "look"}
+    changes = [
+        PLAIN,
+        changed("tool_removal", **reference),
+        changed("tool_addition", type="tool_definition", definition={**TOOL, "name": "hear"}),
+        changed("tool_addition", type="mcp_tool_reference", server_name="s", name="x"),
+    ]
+    said = [*HELLO, {"role": "system", "content": changes}]
+    notes = Notes()
+    fields = chat_fields(body_of(tools=[TOOL], messages=said), notes)
+    assert [tool["function"]["name"] for tool in fields["tools"]] == ["hear"]
+    assert fields["messages"][-1]["content"] == (
+        "a\n[The tool look can no longer be called.]\n[The tool hear can be called.]"
+    )
+    assert notes.names == ["messages[].content[]"]
+    said += [*HELLO, {"role": "system", "content": [changed("tool_addition", **reference)]}]
+    deferred = {**TOOL, "defer_loading": True}
+    fields = chat_fields(body_of(tools=[deferred], messages=said))
+    assert [tool["function"]["name"] for tool in fields["tools"]] == ["look", "hear"]
+
+
+def test_a_system_message_may_be_for_one_turn():
+    hint = {"role": "system", "content": "Be kind.", "clear_at": "next_user_message"}
+    last = chat_fields(body_of(messages=[*HELLO, hint]))["messages"]
+    assert [message["role"] for message in last] == ["user", "system"]
+    gone = chat_fields(body_of(messages=[*HELLO, hint, *HELLO]))["messages"]
+    assert [message["role"] for message in gone] == ["user", "user"]
+    effort = {"role": "system", "output_config": {"effort": "low"}}
+    notes = Notes()
+    assert len(chat_fields(body_of(messages=[*HELLO, effort]), notes)["messages"]) == 1
+
+
+def test_what_stands_for_earlier_messages_is_read():
+    parts = [{"type": "compaction", "content": "They met.", "signature": "x"}, PLAIN]
+    messages = [{"role": "assistant", "content": parts}, *HELLO]
+    fields = chat_fields(body_of(messages=messages))
+    assert fields["messages"][0] == {"role": "assistant", "content": "They met.\na"}
+    theirs = (
+        {"type": "mcp_tool_use", "id": "m"},
+        {"type": "fallback"},
+        {"type": "mcp_tool_listing"},
+    )
+    notes = Notes()
+    given = [*HELLO, {"role": "assistant", "content": [*theirs, PLAIN]}, *HELLO]
+    assert chat_fields(body_of(messages=given), notes)["messages"][1]["content"] == "a"
+    assert len(notes.names) == len(theirs)
+
+
+def test_tools_are_named_where_the_request_has_them(builder):
+    web = {"type": "web_search_20250305", "name": "web_search"}
+    loose = {**TOOL, "input_schema": {"type": "object", "nullable": True}}
+    with pytest.raises(WeftError) as caught:
+        message_job(body_of(tools=[web, loose], tool_choice={"type": "any"}), builder)
+    assert caught.value.param == "tools[1].input_schema"
+    assert "'tools[1].input_schema'" in caught.value.message
+
+
+def test_counts_take_what_changes_no_prompt(builder):
+    fields = {"model": "builtin", "messages": HELLO, "compaction": {"type": "compaction"}}
+    plain = decode_body(PromptBody, json.dumps(fields).encode())
+    assert count_tokens(plain, builder) > 0
+    for refused in ({"compaction": {"type": "x"}}, {"thread": {"type": "create"}}):
+        with pytest.raises(WeftError) as caught:
+            body_of(**refused)
+        assert caught.value.code == "unsupported_parameter"

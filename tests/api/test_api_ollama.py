@@ -92,6 +92,16 @@ def test_unknown_options_are_ignored_and_named(builder):
     assert caught.value.param == "options.temprature"
 
 
+@pytest.mark.parametrize("kind", [OllamaChatBody, OllamaGenerateBody])
+def test_unknown_keys_of_bodies_are_ignored_and_named(kind):
+    notes, data = Notes(), json.dumps({"model": "builtin", "mirostat": 1, "chat_id": "c"}).encode()
+    assert decode_body(kind, data, notes=notes).model == "builtin"
+    assert notes.names == ["mirostat", "chat_id"]
+    with pytest.raises(WeftError) as caught:
+        decode_body(kind, data, notes=Notes(strict=True))
+    assert caught.value.param == "mirostat"
+
+
 def test_no_alternatives_without_log_probabilities_is_the_default(builder):
     for more in ({}, {"logprobs": False}):
         assert not chat(builder, top_logprobs=0, **more).logprobs
@@ -178,7 +188,6 @@ def test_a_conversation_that_ends_with_the_assistant_s_text_is_continued(builder
         ({"template": "{{ .Prompt }}"}, "template"),
         ({"think": "hard"}, "think"),
         ({"think": True}, "think"),
-        ({"unknown": 1}, "unknown"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"messages": [{"role": "user", "images": ["aGk="]}]}, "messages[0].images"),
         ({"messages": [{"role": "poet", "content": "x"}]}, "messages"),

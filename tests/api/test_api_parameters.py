@@ -115,8 +115,8 @@ IGNORED: list[tuple[Any, dict[str, Any], list[str]]] = [
     (response, {"reasoning": {"effort": "medium", "summary": "detailed"}}, [
         "reasoning.summary", "reasoning.effort",
     ]),
-    (response, {"tools": [{"type": "namespace", "tools": []}, {"type": "web_search"}]}, [
-        "tools[](namespace)", "tools[](web_search)",
+    (response, {"tools": [{"type": "tool_search"}, {"type": "web_search"}]}, [
+        "tools[](tool_search)", "tools[](web_search)",
     ]),
     (response, {"input": [{"role": "user", "content": "hi", "phase": "commentary", "x": 1}]}, [
         "input[].x", "input[].phase",

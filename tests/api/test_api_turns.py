@@ -243,3 +243,16 @@ def test_thinking_is_turned_off_where_the_template_can(builder):
         decode_body(MessageBody, data), Builder(builder.tokenizer, always, builder.card)
     )
     assert job.constrained_by == "thinking"  # by a budget of no tokens
+
+
+def test_thinking_is_turned_on_where_the_template_waits_for_it(builder):
+    thought = "{% if enable_thinking %}<think>\n{% endif %}{# </think> #}"
+    source = "{{ messages[0]['content'] }}" + thought
+    switch = Builder(builder.tokenizer, ChatTemplate({"default": source}), builder.card)
+    plain, _ = answer_message(switch, "x", tools=[])
+    for thinking, more in (
+        ({"type": "enabled", "budget_tokens": 1024}, True),
+        ({"type": "adaptive"}, False),
+    ):
+        on, _ = answer_message(switch, "x", tools=[], thinking=thinking)
+        assert (on["usage"]["input_tokens"] > plain["usage"]["input_tokens"]) == more

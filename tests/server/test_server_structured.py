@@ -260,3 +260,29 @@ def test_reasoning_is_apart_and_can_be_left_out(engine, text):
         message = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
         assert message["content"]
         assert "reasoning_content" not in message
+
+
+@pytest.mark.parametrize("extra", [{}, {"speculation": 4}, {"guided_json": {"const": 7}}])
+def test_a_thinking_budget_ends_reasoning_after_so_many_tokens(engine, text, extra):
+    tokenizer, _, card = text
+    source = "{{ messages[0]['content'] }}<think>\ndef add(a, b):\n    {# </think> #}<think>"
+    template = ChatTemplate({"default": source})
+    budget, body = 5, {**CHAT, "temperature": 0, "max_tokens": 24, **extra}
+    with serving(engine[1].inbox, (tokenizer, template, card)) as running, running.http() as http:
+        asked = {**body, "thinking_token_budget": budget, "return_token_ids": True}
+        choice = http.post("/v1/chat/completions", json=asked).json()["choices"][0]
+        thought = tokenizer.decode(choice["token_ids"][:budget])
+        whole = tokenizer.decode(choice["token_ids"])
+        assert whole.startswith(f"{thought}</think>")
+        assert choice["message"]["reasoning_content"].strip() == thought.strip()
+        if "guided_json" in extra:
+            assert choice["message"]["content"] == "7"
+        thinking = {"type": "enabled", "budget_tokens": budget}
+        asked = {**CHAT, "temperature": 0, "max_tokens": 24, "thinking": thinking}
+        first = http.post("/v1/messages", json=asked).json()["content"][0]
+        assert (first["type"], first["thinking"].strip()) == ("thinking", thought.strip())
+        asked = {"input": MESSAGES, "temperature": 0, "max_output_tokens": 24}
+        answer = http.post("/v1/responses", json={**asked, "thinking_token_budget": budget}).json()
+        first = answer["output"][0]
+        assert first["content"][0]["text"].strip() == thought.strip()
+        assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] <= budget

@@ -30,6 +30,7 @@ from weft.core.types import Request, SamplingParams
 from weft.text import ChatTemplate
 from weft.text.dialect import Reading
 
+SWITCH = "enable_thinking"  # the variable of templates
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
@@ -55,7 +56,8 @@ def chat_job(body: ChatBody, builder: Builder, notes: Notes | None = None) -> Jo
     prompt = tuple(truncated(_prompt(body, tools, builder, notes), body, card, max_tokens))
     max_tokens = fit_context(len(prompt), max_tokens, card, "messages", limit_name, notes)
     reading = _reading(body, tools, prompt, builder)
-    budget = _thinking_budget(body, builder, notes)
+    room = card.max_model_len - len(prompt) if max_tokens is None else max_tokens
+    budget = _thinking_budget(body, builder, room, notes)
     white = body.json_whitespace or "compact"
     constraint = constrain_turn(tools, wanted, reading, builder, budget, white)
     numbers = builder.numbers(n)
@@ -121,24 +123,28 @@ def _effort(effort: str, builder: Builder, notes: Notes) -> dict[str, Any]:
     assert builder.chat_template is not None
     if "reasoning_effort" in builder.chat_template.variables:
         return {"reasoning_effort": builder.dialect.effort(effort)}
-    return {"enable_thinking": effort != "none"}
+    return {SWITCH: effort != "none"}
 
 
-def _thinking_budget(body: ChatBody, builder: Builder, notes: Notes) -> int | None:
-    """Tokens of reasoning at most; None without a bound, or where the model marks no reasoning."""
+def _thinking_budget(body: ChatBody, builder: Builder, room: int, notes: Notes) -> int | None:
+    """Tokens of reasoning at most; None where nothing else is possible, or without a bound.
+
+    Args:
+        room: tokens of output at most. A budget that is no less needs no grammar.
+    """
     budget = body.thinking_token_budget
     if budget is None or budget == -1:
         return None
     if builder.dialect.reasoning is None:
         notes.ignore("thinking_token_budget")
         return None
-    return budget
+    return budget if budget < room else None
 
 
 def reads_effort(template: ChatTemplate | None) -> bool:
     """Whether a template reads an effort, or at least turns thinking on and off."""
     known = frozenset() if template is None else template.variables
-    return not known.isdisjoint(("reasoning_effort", "enable_thinking"))
+    return not known.isdisjoint(("reasoning_effort", SWITCH))
 
 
 def _echoed(body: ChatBody) -> tuple[str, ...] | None:

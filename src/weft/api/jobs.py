@@ -7,8 +7,8 @@ import itertools
 import secrets
 import threading
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
@@ -26,6 +26,15 @@ from weft.text.renderer import Renderer
 MAX_OWN_TEMPLATES = 32  # of requests, that are kept compiled
 
 Endpoint = Literal["completion", "chat", "response", "message", "embedding", "rerank", "score"]
+
+
+@dataclass(frozen=True, slots=True)
+class ShownCall:
+    """How an answer of ``/v1/responses`` shows the call of a function that stands for a tool."""
+
+    kind: Literal["function_call", "custom_tool_call", "tool_search_call"]
+    name: str
+    namespace: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +60,7 @@ class Job:
         reading: how the text is read as a turn of an assistant; None if all of it is content.
         constrained_by: the parameter that asked for the grammar of the sequences.
         custom_tools: names of tools whose calls bear a text instead of arguments.
+        shown_calls: how calls are shown, by the name of the function, where that is no plain tool.
     """
 
     endpoint: Endpoint
@@ -74,6 +84,7 @@ class Job:
     reading: Reading | None = None
     constrained_by: str | None = None
     custom_tools: frozenset[str] = frozenset()
+    shown_calls: Mapping[str, ShownCall] = field(default_factory=dict)
 
     @property
     def pooled(self) -> bool:

@@ -77,6 +77,15 @@ class ToolReference(Block, forbid_unknown_fields=True, kw_only=True):
     tool_name: str
 
 
+class Compaction(Block, forbid_unknown_fields=True, kw_only=True):
+    """What stands in the place of earlier messages; nothing where the shortening failed."""
+
+    content: str | None = None
+    encrypted_content: Annotated[Raw, Ignored("the content is read in clear")] = NULL
+    signature: Annotated[Raw, Ignored("the content is read in clear")] = NULL
+    tool_changes: Annotated[Raw, Ignored("the tools are those of the body", ([],))] = NULL
+
+
 class Other(Struct, kw_only=True):
     """A block that is known by its type only."""
 
@@ -84,10 +93,17 @@ class Other(Struct, kw_only=True):
 
 
 class MessageTurn(Struct, forbid_unknown_fields=True, kw_only=True):
-    """One message of the conversation."""
+    """One message of the conversation.
+
+    Attributes:
+        content: only a system message with an ``output_config`` does without.
+        clear_at: a system message that is shown only until the user's next message.
+    """
 
     role: Literal["user", "assistant", "system"]
-    content: Content
+    content: Content | None = None
+    clear_at: Literal["next_user_message", "never"] | None = None
+    output_config: Annotated[Raw, Ignored("that of the body holds", ({},))] = NULL
 
     OPEN: ClassVar[bool] = True
 
@@ -109,6 +125,23 @@ class MessageTool(Struct, forbid_unknown_fields=True, kw_only=True):
     defer_loading: bool | None = None
 
     OPEN: ClassVar[bool] = True
+
+
+class ChangedTool(Struct, forbid_unknown_fields=True, kw_only=True):
+    """The tool of a `ToolChange`: by name, or by its definition."""
+
+    type: str
+    name: Name | None = None
+    server_name: Name | None = None
+    definition: MessageTool | None = None
+
+    OPEN: ClassVar[bool] = True
+
+
+class ToolChange(Block, forbid_unknown_fields=True, kw_only=True):
+    """From here on a tool can be called, or no longer (``tool_addition``, ``tool_removal``)."""
+
+    tool: ChangedTool
 
 
 class MessageToolChoice(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -156,7 +189,9 @@ class PromptBody(Struct, forbid_unknown_fields=True, kw_only=True):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # the older name of output_config.format
     betas: Annotated[Raw, Ignored("what is there needs no header", ([],))] = NULL
+    billing_policy: Annotated[Raw, KEPT_ELSEWHERE] = NULL
     cache_control: Annotated[Raw, CACHE_HINT] = NULL
+    compaction: Annotated[Raw, Ignored("it does not change the prompt")] = NULL
     context_management: Annotated[
         Raw, Ignored("nothing is cleared from the conversation", ({}, {"edits": []}))
     ] = NULL
@@ -175,7 +210,10 @@ class MessageBody(PromptBody, forbid_unknown_fields=True, kw_only=True):
     top_p: Raw = NULL
     metadata: Annotated[Metadata | None, KEPT_ELSEWHERE] = None
     service_tier: Literal["auto", "standard_only"] | None = None
+    compaction: Annotated[Raw, Refused("ask for a summary in a message")] = NULL
     container: Annotated[Raw, Refused("weft runs no code")] = NULL
     diagnostics: Annotated[Raw, Ignored("weft keeps nothing to compare with")] = NULL
+    fallback_credit_token: Annotated[Raw, KEPT_ELSEWHERE] = NULL
     fallbacks: Annotated[Raw, Ignored("there is one model", ([],))] = NULL
     inference_geo: Annotated[Raw, Ignored("the server's location is fixed")] = NULL
+    thread: Annotated[Raw, Refused("send the whole conversation")] = NULL

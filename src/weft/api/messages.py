@@ -4,32 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
-from msgspec import Struct
 
-from weft.api.bodies import IMAGE, Parts
-from weft.api.chat import reads_effort
-from weft.api.decoding import decode_body, kind_of
-from weft.api.errors import MissingParameterError, UnsupportedParameterError
+from weft.api.chat import SWITCH, reads_effort
+from weft.api.errors import MissingParameterError
 from weft.api.jobs import Builder, Job, new_id
+from weft.api.message_blocks import ASSISTANT_BLOCKS, PROVIDERS_BLOCKS, USER_BLOCKS, Blocks, Placed
 from weft.api.message_body import (
     Content,
-    Document,
-    DocumentSource,
     MessageBody,
     MessageTool,
     MessageToolChoice,
-    Other,
     OutputConfig,
     OutputFormat,
     PromptBody,
-    SearchResult,
-    Text,
     Thinking,
-    ToolReference,
     ToolResult,
     ToolUse,
 )
@@ -46,6 +38,7 @@ NAMES = {
     "reasoning_effort": "output_config.effort",
     "parallel_tool_calls": "tool_choice",
     "thinking_token_budget": "thinking.budget_tokens",
+    "chat_template_kwargs": "thinking",
     ".parameters": ".input_schema",
 }
 
@@ -60,8 +53,9 @@ def message_job(body: MessageBody, builder: Builder, notes: Notes | None = None)
         WeftError: a typed error that names the parameter; nothing has been started.
     """
     notes = Notes() if notes is None else notes
+    names: dict[str, str] = {}
     fields = {
-        **chat_fields(body, notes),
+        **chat_fields(body, notes, names),
         "max_completion_tokens": body.max_tokens,
         "stop": body.stop_sequences,
         "temperature": body.temperature,
@@ -69,59 +63,85 @@ def message_job(body: MessageBody, builder: Builder, notes: Notes | None = None)
         "top_p": body.top_p,
         "stream": body.stream,
     }
-    job = _job(body, fields, builder, notes)
+    job = _job(body, fields, builder, names, notes)
     return replace(job, endpoint="message", id=new_id("msg", "_"))
 
 
-def _job(body: PromptBody, fields: dict[str, Any], builder: Builder, notes: Notes) -> Job:
-    """The job of the chat; a model that marks its thinking is asked not to think if so wished."""
-    names = NAMES
-    config = body.thinking
-    if config is not None and config.type == "disabled" and builder.dialect.reasoning is not None:
-        if reads_effort(builder.chat_template):
+def _job(
+    body: PromptBody,
+    fields: dict[str, Any],
+    builder: Builder,
+    places: Mapping[str, str],
+    notes: Notes,
+) -> Job:
+    """The job of the chat; a model that marks its thinking is asked to think or not, as wished."""
+    names = {**NAMES, **places}
+    config, template = body.thinking, builder.chat_template
+    if config is None or builder.dialect.reasoning is None:
+        return job_of_chat(fields, builder, names, notes)
+    if config.type == "disabled":
+        if reads_effort(template):
             fields["reasoning_effort"] = "none"
         else:
             fields["thinking_token_budget"] = 0
-        names = {**NAMES, "reasoning_effort": "thinking", "thinking_token_budget": "thinking"}
+        names |= {"reasoning_effort": "thinking", "thinking_token_budget": "thinking"}
+    elif config.type == "enabled" and template is not None and SWITCH in template.variables:
+        fields["chat_template_kwargs"] = {SWITCH: True}  # some templates think only if told to
     return job_of_chat(fields, builder, names, notes)
 
 
 def count_tokens(body: PromptBody, builder: Builder, notes: Notes | None = None) -> int:
     """Tokens of the prompt that a message would be answered from. Raises as `message_job`."""
     notes = Notes() if notes is None else notes
-    return _job(body, chat_fields(body, notes), builder, notes).prompt_tokens
+    names: dict[str, str] = {}
+    return _job(body, chat_fields(body, notes, names), builder, names, notes).prompt_tokens
 
 
-def chat_fields(body: PromptBody, notes: Notes | None = None) -> dict[str, Any]:
+def chat_fields(
+    body: PromptBody, notes: Notes | None = None, names: dict[str, str] | None = None
+) -> dict[str, Any]:
     """Fields of the chat body that has the same prompt.
+
+    Args:
+        notes: take what is ignored.
+        names: take the places of tools in the chat, and in this body.
 
     Raises:
         ParameterError: a block is malformed, unknown, not supported, or answers no call.
     """
     notes = Notes() if notes is None else notes
-    blocks = _Blocks(notes)
+    blocks = Blocks(notes)
     messages = []
     if body.system is not None:
         messages.append({"role": "system", "content": blocks.text(body.system, "system")})
     called: frozenset[str] = frozenset()
+    users = [index for index, turn in enumerate(body.messages) if turn.role == "user"]
+    cleared = users[-1] if users else -1
     for index, turn in enumerate(body.messages):
-        path = f"messages[{index}].content"
+        path, content = f"messages[{index}].content", turn.content
+        if content is None:
+            if turn.role != "system" or turn.output_config is NULL:
+                raise MissingParameterError(path)
+            continue
         if turn.role == "assistant":
-            message, called = _assistant(turn.content, path, blocks)
+            message, called = _assistant(content, path, blocks)
             messages.append(message)
         elif turn.role == "system":
-            messages.append({"role": "system", "content": blocks.text(turn.content, path)})
+            text = blocks.changed(content, path)
+            if index > cleared or turn.clear_at != "next_user_message":
+                messages += [{"role": "system", "content": text}] if text else []
         else:
-            messages += _user(turn.content, path, called, blocks)
+            messages += _user(content, path, called, blocks)
     config = body.output_config or OutputConfig()
     form = config.format or body.output_format
+    placed = _found(body.tools or (), body.tool_choice, blocks)
     fields = {
         "model": body.model,
         "messages": messages,
         "reasoning_effort": config.effort,
         "response_format": form and _response_format(form),
-        **_tool_fields(_found(body.tools or (), body.tool_choice, blocks), body.tool_choice, notes),
-        **_continued(messages[-1], len(body.messages) - 1),
+        **_tool_fields(placed, body.tool_choice, {} if names is None else names, notes),
+        **_continued(messages, len(body.messages) - 1),
     }
     if body.thinking is not None and body.thinking.type == "enabled":
         if body.thinking.budget_tokens is None:
@@ -130,8 +150,11 @@ def chat_fields(body: PromptBody, notes: Notes | None = None) -> dict[str, Any]:
     return fields
 
 
-def _continued(last: Mapping[str, Any], index: int) -> dict[str, Any]:
+def _continued(messages: Seq[Mapping[str, Any]], index: int) -> dict[str, Any]:
     """If a conversation ends with the assistant's text, the model continues it."""
+    if not messages:
+        raise ParameterError("No message has a text.", param="messages")
+    last = messages[-1]
     if last["role"] != "assistant":
         return {}
     if "tool_calls" in last or not last["content"].strip():
@@ -143,7 +166,7 @@ def _continued(last: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 def _user(
-    content: Content, path: str, called: frozenset[str], blocks: _Blocks
+    content: Content, path: str, called: frozenset[str], blocks: Blocks
 ) -> list[dict[str, Any]]:
     """Tool results first, each in its own message, then the text."""
     if isinstance(content, str):
@@ -174,7 +197,7 @@ def _user(
 
 
 def _assistant(
-    content: Content, path: str, blocks: _Blocks
+    content: Content, path: str, blocks: Blocks
 ) -> tuple[dict[str, Any], frozenset[str]]:
     """The message of an earlier turn, and the ids of its calls."""
     if isinstance(content, str):
@@ -199,106 +222,8 @@ def _assistant(
     return message, frozenset(call["id"] for call in calls)
 
 
-Kinds = Mapping[str, type[Struct]]
-
-TEXT_BLOCKS: Kinds = {"text": Text}
-USER_BLOCKS: Kinds = {
-    **TEXT_BLOCKS,
-    "tool_result": ToolResult,
-    "document": Document,
-    "search_result": SearchResult,
-}
-RESULT_BLOCKS: Kinds = {
-    **TEXT_BLOCKS,
-    "image": Other,
-    "document": Document,
-    "search_result": SearchResult,
-    "tool_reference": ToolReference,
-}
-ASSISTANT_BLOCKS: Kinds = {**TEXT_BLOCKS, "thinking": Thinking, "tool_use": ToolUse}
-# Of tools that Anthropic runs, and reasoning that only Anthropic can read.
-PROVIDERS_BLOCKS = ("redacted_thinking", "server_tool_use", "_tool_result", "container_upload")
-
-
-@dataclass(frozen=True, slots=True)
-class _Blocks:
-    """Reads the blocks of contents; ``notes`` take what is ignored in them.
-
-    Attributes:
-        referenced: names of tools that results of tools refer to.
-    """
-
-    notes: Notes
-    referenced: set[str] = field(default_factory=set)
-
-    def text(self, content: Content, path: str) -> str:
-        """The text of what may have blocks of text only."""
-        if isinstance(content, str):
-            return content
-        return "\n".join(block.text for block, _ in self.read(content, path, TEXT_BLOCKS))
-
-    def result(self, content: Content, path: str) -> str:
-        """The text of a tool's result; an image has a text in its place."""
-        if isinstance(content, str):
-            return content
-        found = self.read(content, path, RESULT_BLOCKS)
-        return "\n".join(self.shown(block, where) for block, where in found)
-
-    def read(
-        self, content: Parts, path: str, kinds: Kinds, ignored: Seq[str] = ()
-    ) -> list[tuple[Any, str]]:
-        """The decoded blocks of a content, each with its path.
-
-        Raises:
-            UnsupportedParameterError: a block is of a type that is neither known nor ignored.
-        """
-        found = []
-        for index, raw in enumerate(content):
-            where = f"{path}[{index}]"
-            kind = kind_of(raw, where)
-            if kind in kinds:
-                found.append((decode_body(kinds[kind], raw, where, self.notes), where))
-            elif kind.endswith(tuple(ignored)):
-                self.notes.ignore(f"{where}({kind})")
-            else:
-                raise UnsupportedParameterError(
-                    f"{where}.type",
-                    f" A block of type {kind[:100]!r} is not supported here; send "
-                    f"{', '.join(kinds)}.",
-                )
-        return found
-
-    def shown(self, block: Struct, path: str) -> str:
-        """The text that the model sees for a block."""
-        if isinstance(block, Text):
-            return block.text
-        if isinstance(block, ToolReference):
-            self.referenced.add(block.tool_name)
-            return f"[The tool {block.tool_name} can be called.]"
-        if isinstance(block, SearchResult):
-            text = self.text(block.content, f"{path}.content")
-            return f"{block.title} ({block.source})\n{text}"
-        if isinstance(block, Document):
-            heads = [line for line in (block.title, block.context) if line]
-            return "\n".join([*heads, self._source(block.source, f"{path}.source")])
-        self.notes.ignore(path)
-        return IMAGE
-
-    def _source(self, source: DocumentSource, path: str) -> str:
-        if source.type == "text" and source.data is not None:
-            return source.data
-        if source.type == "content" and source.content is not None:
-            return self.text(source.content, f"{path}.content")
-        raise UnsupportedParameterError(
-            f"{path}.type", " Only documents of plain text can be read; send the text."
-        )
-
-
-Placed = tuple[MessageTool, str]  # and where the request has it
-
-
 def _found(
-    tools: Seq[MessageTool], choice: MessageToolChoice | None, blocks: _Blocks
+    tools: Seq[MessageTool], choice: MessageToolChoice | None, blocks: Blocks
 ) -> list[Placed]:
     """The tools that the template shows to the model.
 
@@ -306,6 +231,7 @@ def _found(
     tool of Anthropic's, which weft does not run, all are included.
     """
     placed = [(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    placed = [one for one in placed + blocks.defined if one[0].name not in blocks.removed]
     if any((tool.type or "").startswith("tool_search") for tool in tools):
         return placed
     known = {*blocks.referenced, choice.name if choice is not None else None}
@@ -313,12 +239,14 @@ def _found(
 
 
 def _tool_fields(
-    tools: Seq[Placed], choice: MessageToolChoice | None, notes: Notes
+    tools: Seq[Placed], choice: MessageToolChoice | None, names: dict[str, str], notes: Notes
 ) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    found = [_tool(tool, path, notes) for tool, path in tools]
-    if offered := [tool for tool in found if tool is not None]:
+    found = [(_tool(tool, path, notes), path) for tool, path in tools]
+    if offered := [tool for tool, _ in found if tool is not None]:
         fields["tools"] = offered
+        paths = (path for tool, path in found if tool is not None)
+        names |= {f"tools[{index}]": path for index, path in enumerate(paths)}
     if choice is None:
         return fields
     if choice.type == "tool":

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from weft.api.bodies import HOTTEST, MAX_MESSAGES, MAX_TOOLS, Name
-from weft.api.chat import reads_effort
+from weft.api.chat import SWITCH, reads_effort
 from weft.api.decoding import decode_body
 from weft.api.errors import UnsupportedParameterError
 from weft.api.jobs import Builder, Job
@@ -47,7 +47,6 @@ NAMES = {
     "chat_template_kwargs": "think",
     "thinking_token_budget": "think",
 }
-SWITCH = "enable_thinking"  # the variable of templates
 LEVELS = ("low", "medium", "high", "max")
 
 _NOTHING = re.compile(r"[+-]?0*(\.0*)?(ns|us|µs|ms|s|m|h)?")  # a duration of none
@@ -138,7 +137,9 @@ class OllamaTool(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Fields that both endpoints share."""
+    """Fields that both endpoints share; unknown ones are ignored, as Ollama does."""
+
+    OPEN: ClassVar[bool] = True
 
     model: Name
     format: Raw = NULL

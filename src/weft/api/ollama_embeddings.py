@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import orjson
 from msgspec import Meta, Raw, Struct
@@ -22,6 +22,8 @@ from weft.core.errors import WeftError
 class OllamaEmbedBody(Struct, forbid_unknown_fields=True, kw_only=True):
     """Body of ``POST /api/embed``."""
 
+    OPEN: ClassVar[bool] = True
+
     model: Name
     input: str | Annotated[list[str], Meta(max_length=MAX_IDS)]
     dimensions: int | None = None
@@ -32,6 +34,8 @@ class OllamaEmbedBody(Struct, forbid_unknown_fields=True, kw_only=True):
 
 class OllamaEmbeddingsBody(Struct, forbid_unknown_fields=True, kw_only=True):
     """Body of ``POST /api/embeddings``, the former name of ``/api/embed``."""
+
+    OPEN: ClassVar[bool] = True
 
     model: Name
     prompt: str = ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import orjson
 from msgspec import Raw, Struct
@@ -28,6 +28,8 @@ NOT_CHANGED = Ignored("the model is shown as it is", ("", {}))
 
 class ModelBody(Struct, forbid_unknown_fields=True, kw_only=True):
     """A body that names a model, by the present or the former name of the field."""
+
+    OPEN: ClassVar[bool] = True
 
     model: Name | None = None
     name: Name | None = None

@@ -11,20 +11,23 @@ import orjson
 from msgspec import Raw, Struct
 
 from weft.api.decoding import decode_body, kind_of
-from weft.api.jobs import Job, now
+from weft.api.jobs import Job, ShownCall, now
 from weft.api.logprobs import TokenTexts, chat_logprobs
-from weft.api.response_body import FunctionTool, ResponseBody
+from weft.api.response_body import ResponseBody
 from weft.api.response_events import Cuts, ResponseEvents, shown_error
-from weft.api.turn import Change, Closed, Opened, Part, Turn
+from weft.api.response_tools import FunctionTool
+from weft.api.turn import Change, Closed, Opened, Part, Turn, arguments_object
 from weft.core.errors import WeftError
 from weft.core.plan import Update
 from weft.core.types import TokenLogprob
 from weft.text import Tokenizer
 
-_KINDS = {
-    "text": ("msg", "message"),
-    "reasoning": ("rs", "reasoning"),
-    "call": ("fc", "function_call"),
+_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "custom_tool_call": "ctc",
+    "tool_search_call": "tsc",
 }
 
 
@@ -128,9 +131,19 @@ class ResponseAnswer:
 
     def _head(self, part: Part) -> dict[str, Any]:
         """Id and type of the output item of a part."""
+        kind: str = "message" if part.kind == "text" else part.kind
+        if part.kind == "call":
+            kind = self._shown(part).kind
+        number = f"{_PREFIXES[kind]}_{self.id.partition('_')[2]}{part.index:04x}"
+        return {"id": number, "type": kind}
+
+    def _shown(self, part: Part) -> ShownCall:
+        """How the answer shows a call."""
+        shown = self._job.shown_calls.get(part.name)
+        if shown is not None:
+            return shown
         custom = part.name in self._job.custom_tools
-        prefix, kind = ("ctc", "custom_tool_call") if custom else _KINDS[part.kind]
-        return {"id": f"{prefix}_{self.id.partition('_')[2]}{part.index:04x}", "type": kind}
+        return ShownCall("custom_tool_call" if custom else "function_call", part.name)
 
     def _item(self, part: Part, status: str | None = None) -> dict[str, Any]:
         """The output item of a part; an item in progress is empty."""
@@ -140,17 +153,22 @@ class ResponseAnswer:
             status = self._finished() if last else "completed"
         head = {**self._head(part), "status": status}
         if part.kind == "call":
-            given = "input" if part.name in self._job.custom_tools else "arguments"
-            return {
-                **head,
-                "call_id": part.call_id,
-                "name": part.name,
-                given: "" if empty else part.text,
-            }
+            return {**head, "call_id": part.call_id, **self._call(part, empty)}
         content = [] if empty else [self._part(part)]
         if part.kind == "reasoning":
             return {**head, "summary": [], "content": content}
         return {**head, "role": "assistant", "content": content}
+
+    def _call(self, part: Part, empty: bool) -> dict[str, Any]:
+        shown = self._shown(part)
+        if shown.kind == "tool_search_call":
+            arguments = {} if empty else arguments_object(part.text)
+            return {"execution": "client", "arguments": arguments}
+        named = {"name": shown.name}
+        if shown.namespace is not None:
+            named["namespace"] = shown.namespace
+        given = "input" if shown.kind == "custom_tool_call" else "arguments"
+        return {**named, given: "" if empty else part.text}
 
     def _part(self, part: Part) -> dict[str, Any]:
         if part.kind == "reasoning":

@@ -18,11 +18,12 @@ from weft.api.bodies import (
     Parts,
     StreamOptions,
 )
-from weft.api.decoding import decode_body, kind_of
+from weft.api.decoding import decode_body
 from weft.api.errors import MissingParameterError, UnsupportedParameterError
 from weft.api.jobs import Builder, Job, new_id
 from weft.api.response_items import Item, messages_of
-from weft.api.rules import MAX_SHOWN_CHARS, NULL, Ignored, Notes, Refused
+from weft.api.response_tools import ResponseTools
+from weft.api.rules import NULL, Ignored, Notes, Refused
 from weft.api.sampling import check_model
 from weft.api.translate import job_of_chat
 from weft.core.errors import PromptTooLongError
@@ -50,6 +51,7 @@ NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
+    ".custom.format.grammar": ".format",
 }
 
 # Fields that a chat has by the same name; the chat checks them.
@@ -112,41 +114,10 @@ class ReasoningConfig(Struct, forbid_unknown_fields=True, kw_only=True):
     OPEN: ClassVar[bool] = True
 
 
-class FunctionTool(Struct, forbid_unknown_fields=True, kw_only=True):
-    type: Literal["function"]
-    name: Name
-    parameters: Raw = NULL
-    strict: bool | None = None
-    description: str | None = None
-    output_schema: Annotated[Raw, Ignored("results are read as text")] = NULL
-    defer_loading: Annotated[Raw, Ignored("the model sees every tool", (False,))] = NULL
-    allowed_callers: Annotated[Raw, Ignored("the model calls tools itself", (["direct"],))] = NULL
-
-    OPEN: ClassVar[bool] = True
-
-
-class ResponseCustomFormat(Struct, forbid_unknown_fields=True, kw_only=True):
-    type: Literal["text", "grammar"]
-    syntax: Literal["lark", "regex"] | None = None
-    definition: str | None = None
-
-
-class CustomTool(Struct, forbid_unknown_fields=True, kw_only=True):
-    """A tool that takes a text instead of arguments."""
-
-    type: Literal["custom"]
-    name: Name
-    description: str | None = None
-    format: ResponseCustomFormat | None = None
-    defer_loading: Annotated[Raw, Ignored("the model sees every tool", (False,))] = NULL
-    allowed_callers: Annotated[Raw, Ignored("the model calls tools itself", (["direct"],))] = NULL
-
-    OPEN: ClassVar[bool] = True
-
-
 class ResponseToolChoice(Struct, forbid_unknown_fields=True, kw_only=True):
     type: str
     name: Name | None = None
+    namespace: Name | None = None
     mode: Literal["auto", "required"] | None = None
     tools: Annotated[list[Raw], Meta(max_length=MAX_TOOLS)] | None = None
 
@@ -182,7 +153,10 @@ class ResponseBody(ChatFields, forbid_unknown_fields=True, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     user: Name | None = None
     # Not honoured.
+    access_programs: Annotated[Raw, KEPT_ELSEWHERE] = NULL
+    background_options: Annotated[Raw, Ignored("background responses begin at once")] = NULL
     client_metadata: Annotated[Raw, KEPT_ELSEWHERE] = NULL
+    image: Annotated[Raw, Ignored("weft generates no images")] = NULL
     session_id: Annotated[Raw, KEPT_ELSEWHERE] = NULL
     context_management: Annotated[
         Raw, Ignored("weft never shortens a conversation by itself", ([],))
@@ -209,6 +183,10 @@ def response_job(
     """
     notes = Notes() if notes is None else notes
     messages = _instructed(messages_of(items), body.instructions)
+    tools = ResponseTools(notes)
+    tools.read(body.tools or (), "tools")
+    tools.load(items)
+    names = {**NAMES, **tools.names()}
     given = ((name, getattr(body, name)) for name in CHECKED_BY_CHAT)
     fields = {name: value for name, value in given if value is not NULL}
     fields |= {
@@ -217,24 +195,24 @@ def response_job(
         "stream": body.stream,
         "response_format": _response_format(body.text),
         "reasoning_effort": body.reasoning and body.reasoning.effort,
-        **_tool_fields(body, notes),
+        **_tool_fields(body, tools),
     }
     if body.top_logprobs or LOGPROBS in (body.include or ()):
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
 
     def job_of(chosen: Seq[Mapping[str, Any]]) -> Job:
-        return job_of_chat({**fields, "messages": chosen}, builder, NAMES, notes)
+        return job_of_chat({**fields, "messages": chosen}, builder, names, notes)
 
     def fits(chosen: Seq[Mapping[str, Any]]) -> bool:
         """Whether messages leave room for the output, and for some if no limit is set."""
         try:
-            found = job_of_chat({**fields, "messages": chosen}, builder, NAMES, Notes())
+            found = job_of_chat({**fields, "messages": chosen}, builder, names, Notes())
         except PromptTooLongError:
             return False
         return found.requests[0].sampling.max_tokens == body.max_output_tokens
 
     job = job_of(messages if body.truncation != "auto" else _truncated(fits, messages))
-    return replace(job, endpoint="response", id=new_id("resp", "_"))
+    return replace(job, endpoint="response", id=new_id("resp", "_"), shown_calls=tools.shown)
 
 
 def _instructed(messages: list[dict[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
@@ -288,62 +266,35 @@ def _response_format(text: TextConfig | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": schema}
 
 
-def _tool_fields(body: ResponseBody, notes: Notes) -> dict[str, Any]:
+def _tool_fields(body: ResponseBody, tools: ResponseTools) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    found = [_tool(raw, f"tools[{i}]", notes) for i, raw in enumerate(body.tools or ())]
-    if tools := [tool for tool in found if tool is not None]:
-        fields["tools"] = tools
+    if tools.functions:
+        fields["tools"] = tools.functions
     choice = body.tool_choice
     if isinstance(choice, ResponseToolChoice):
-        fields["tool_choice"] = _choice(choice)
-    elif choice is not None and (tools or choice not in ("auto", "none")):
+        fields["tool_choice"] = _choice(choice, tools)
+    elif choice is not None and (tools.functions or choice not in ("auto", "none")):
         fields["tool_choice"] = choice
     return fields
 
 
-def _tool(raw: Raw, path: str, notes: Notes) -> dict[str, Any] | None:
-    """A tool as a chat has it; None for one that its provider runs, or that groups others."""
-    kind = kind_of(raw, path)
-    if kind == "function":
-        return {"type": kind, "function": _function(decode_body(FunctionTool, raw, path, notes))}
-    if kind == "custom":
-        return {"type": kind, "custom": _custom(decode_body(CustomTool, raw, path, notes))}
-    notes.ignore(f"{path}({kind[:MAX_SHOWN_CHARS]})")
-    return None
-
-
-def _function(tool: FunctionTool) -> dict[str, Any]:
-    names = ("name", "parameters", "strict", "description")
-    given = {name: getattr(tool, name) for name in names}
-    return {name: value for name, value in given.items() if value is not None and value is not NULL}
-
-
-def _custom(tool: CustomTool) -> dict[str, Any]:
-    given: dict[str, Any] = {"name": tool.name}
-    if tool.description is not None:
-        given["description"] = tool.description
-    form = tool.format
-    if form is not None and form.type == "grammar":
-        grammar = {"syntax": form.syntax, "definition": form.definition}
-        given["format"] = {"type": "grammar", "grammar": grammar}
-    return given
-
-
-def _choice(choice: ResponseToolChoice) -> dict[str, Any]:
+def _choice(choice: ResponseToolChoice, tools: ResponseTools) -> dict[str, Any]:
     if choice.type in ("function", "custom") and choice.name is not None:
-        return {"type": choice.type, choice.type: {"name": choice.name}}
+        name = tools.function(choice.name, choice.namespace)
+        return {"type": choice.type, choice.type: {"name": name}}
     if choice.type == "allowed_tools":
-        tools = [_allowed(raw, index) for index, raw in enumerate(choice.tools or ())]
-        allowed = {"mode": choice.mode or "auto", "tools": tools}
-        return {"type": "allowed_tools", "allowed_tools": allowed}
+        allowed = [_allowed(raw, index, tools) for index, raw in enumerate(choice.tools or ())]
+        mode = choice.mode or "auto"
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": allowed}}
     raise UnsupportedParameterError("tool_choice.type", " Choose a tool by its name.")
 
 
 class _Named(Struct):
     type: Literal["function", "custom"]
     name: Name
+    namespace: Name | None = None
 
 
-def _allowed(raw: Raw, index: int) -> dict[str, Any]:
+def _allowed(raw: Raw, index: int, tools: ResponseTools) -> dict[str, Any]:
     tool = decode_body(_Named, raw, f"tool_choice.tools[{index}]")
-    return {"type": tool.type, tool.type: {"name": tool.name}}
+    return {"type": tool.type, tool.type: {"name": tools.function(tool.name, tool.namespace)}}

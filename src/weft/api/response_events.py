@@ -15,6 +15,8 @@ END = b"\n\n"  # of an event; JSON has no bare line breaks
 _CALLS = {"function_call": "arguments", "custom_tool_call": "input"}  # and where their text is
 _ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}
 
+_SEARCH = "tool_search_call"  # a call whose arguments come whole, at its end
+
 Cuts = Seq[Seq[Seq[int]]]  # of each part, its deltas: (characters, log probabilities)
 
 
@@ -35,7 +37,7 @@ class ResponseEvents:
     def opened(self, index: int, item: Mapping[str, Any]) -> bytes:
         """An output item begins, empty."""
         added = self._event("output_item.added", output_index=index, item=_blank(item))
-        if item["type"] in _CALLS:
+        if item["type"] in _CALLS or item["type"] == _SEARCH:
             return added
         kind = "reasoning_text" if item["type"] == "reasoning" else "output_text"
         part: dict[str, Any] = {"type": kind, "text": ""}
@@ -51,6 +53,8 @@ class ResponseEvents:
         logprobs: Seq[Mapping[str, Any]] = (),
     ) -> bytes:
         """An item, of which only type and id are looked at, has more text."""
+        if item["type"] == _SEARCH:
+            return b""
         place = _place(index, item)
         if item["type"] in _CALLS:
             name = f"{item['type']}_{_CALLS[item['type']]}"
@@ -63,7 +67,9 @@ class ResponseEvents:
     def closed(self, index: int, item: Mapping[str, Any]) -> bytes:
         """An item is complete."""
         place = _place(index, item)
-        if item["type"] == "custom_tool_call":
+        if item["type"] == _SEARCH:
+            done = b""
+        elif item["type"] == "custom_tool_call":
             done = self._event("custom_tool_call_input.done", input=item["input"], **place)
         elif item["type"] == "function_call":
             whole = {"arguments": item["arguments"], "name": item["name"]}
@@ -140,6 +146,8 @@ def _of_part(cuts: Cuts | None, index: int, characters: int, scored: int) -> Ite
 
 def _inside(item: Mapping[str, Any]) -> tuple[str, list[dict[str, Any]]]:
     """Text and log probabilities of an item."""
+    if item["type"] == _SEARCH:
+        return "", []
     if item["type"] in _CALLS:
         return item[_CALLS[item["type"]]], []
     part = item["content"][0]
@@ -148,6 +156,8 @@ def _inside(item: Mapping[str, Any]) -> tuple[str, list[dict[str, Any]]]:
 
 def _blank(item: Mapping[str, Any]) -> dict[str, Any]:
     """An item that has just begun."""
+    if item["type"] == _SEARCH:
+        return {**item, "status": "in_progress", "arguments": {}}
     if item["type"] in _CALLS:
         return {**item, "status": "in_progress", _CALLS[item["type"]]: ""}
     return {**item, "status": "in_progress", "content": []}

@@ -10,22 +10,25 @@ import json
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
-from msgspec import Raw, Struct
+import msgspec
+from msgspec import Meta, Raw, Struct
 
-from weft.api.bodies import CACHE_HINT, CALLER, IMAGE, Name, Parts
+from weft.api.bodies import CACHE_HINT, CALLER, IMAGE, MAX_TOOLS, Name, Parts
 from weft.api.decoding import decode_body, kind_of
 from weft.api.errors import UnsupportedParameterError
 from weft.api.jobs import new_id
+from weft.api.response_tools import LOADING, SEARCH, function_name, loaded_names, read_loaded
 from weft.api.rules import NULL, Ignored, Notes
+from weft.api.turn import arguments_object
 from weft.core.errors import ParameterError
 from weft.text.customcalls import CUSTOM_INPUT
 
 Item = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete"]
-CALLS = ("function_call", "custom_tool_call")
-OUTPUTS = ("function_call_output", "custom_tool_call_output")
+CALLS = ("function_call", "custom_tool_call", "tool_search_call")
+OUTPUTS = ("function_call_output", "custom_tool_call_output", "tool_search_output")
 RESULT_TEXTS = ("input_text", "output_text")
 # Calls that a provider runs itself, their results, and what it shortened a conversation to: other
 # servers leave them in conversations, and no model here can read them.
@@ -47,8 +50,8 @@ LEFT_OUT = frozenset(
         "shell_call_output",
         "apply_patch_call",
         "apply_patch_call_output",
-        "tool_search_call",
-        "tool_search_output",
+        "program",
+        "program_output",
         "compaction",
     )
 )
@@ -72,8 +75,8 @@ class CallItem(Struct, forbid_unknown_fields=True, kw_only=True):
     arguments: str
     id: Name | None = None
     status: Status | None = None
+    namespace: Name | None = None
     caller: Annotated[Raw, CALLER] = NULL
-    namespace: Annotated[Raw, CALLER] = NULL
 
     OPEN: ClassVar[bool] = True
 
@@ -98,8 +101,35 @@ class CustomCallItem(Struct, forbid_unknown_fields=True, kw_only=True):
     input: str
     id: Name | None = None
     status: Status | None = None
+    namespace: Name | None = None
     caller: Annotated[Raw, CALLER] = NULL
-    namespace: Annotated[Raw, CALLER] = NULL
+
+    OPEN: ClassVar[bool] = True
+
+
+class SearchCallItem(Struct, forbid_unknown_fields=True, kw_only=True):
+    """A search for tools; one that a provider runs has no id, and is left out."""
+
+    type: Literal["tool_search_call"]
+    arguments: Raw
+    call_id: Name | None = None
+    execution: Literal["server", "client"] | None = None
+    id: Name | None = None
+    status: Status | None = None
+
+    OPEN: ClassVar[bool] = True
+
+
+class LoadedToolsItem(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Tools that a search has found, or that come amid a conversation."""
+
+    type: Literal["tool_search_output", "additional_tools"]
+    tools: Annotated[list[Raw], Meta(max_length=MAX_TOOLS)]
+    call_id: Name | None = None
+    execution: Literal["server", "client"] | None = None
+    role: Literal["developer"] | None = None
+    id: Name | None = None
+    status: Status | None = None
 
     OPEN: ClassVar[bool] = True
 
@@ -156,11 +186,17 @@ def read_items(given: str | Seq[Raw], at: str = "input", notes: Notes | None = N
     return [item for item in items if item is not None]
 
 
-def _head(
-    item: MessageItem | CallItem | CustomCallItem | ResultItem | ReasoningItem,
-    kind: str,
-    prefix: str,
-) -> Item:
+class _Headed(Protocol):
+    """An item that may have an id and a status."""
+
+    @property
+    def id(self) -> str | None: ...
+
+    @property
+    def status(self) -> Status | None: ...
+
+
+def _head(item: _Headed, kind: str, prefix: str) -> Item:
     number = item.id or new_id(prefix, "_")
     return {"type": kind, "id": number, "status": item.status or "completed"}
 
@@ -184,12 +220,14 @@ class _ItemReader:
             return self.message(decode_body(MessageItem, raw, path, self.notes), path)
         if kind == "function_call":
             call = decode_body(CallItem, raw, path, self.notes)
-            named = {"call_id": call.call_id, "name": call.name}
-            return {**_head(call, kind, "fc"), **named, "arguments": call.arguments}
+            return {**_head(call, kind, "fc"), **_named(call), "arguments": call.arguments}
         if kind == "custom_tool_call":
             custom = decode_body(CustomCallItem, raw, path, self.notes)
-            named = {"call_id": custom.call_id, "name": custom.name}
-            return {**_head(custom, kind, "ctc"), **named, "input": custom.input}
+            return {**_head(custom, kind, "ctc"), **_named(custom), "input": custom.input}
+        if kind == "tool_search_call":
+            return self._search(decode_body(SearchCallItem, raw, path, self.notes), path)
+        if kind in LOADING:
+            return self._loaded(decode_body(LoadedToolsItem, raw, path, self.notes), path)
         if kind in OUTPUTS:
             result = decode_body(ResultItem, raw, path, self.notes)
             if result.call_id in self.left_out:
@@ -214,6 +252,35 @@ class _ItemReader:
         if kind == "item_reference":
             hint = " Send the item itself, or the previous_response_id of its response."
         raise UnsupportedParameterError(f"{path}.type", hint)
+
+    def _search(self, call: SearchCallItem, path: str) -> Item | None:
+        """The call of a search; None for one that a provider has run."""
+        if call.call_id is None or call.execution == "server":
+            self.notes.ignore(f"{path}({call.type})")
+            return None
+        try:
+            arguments = msgspec.json.decode(call.arguments)
+        except (msgspec.DecodeError, RecursionError):
+            arguments = None
+        if isinstance(arguments, str):  # as of other calls
+            arguments = arguments_object(arguments)
+        if not isinstance(arguments, dict):
+            param = f"{path}.arguments"
+            raise ParameterError(f"'{param}' must be an object.", param=param)
+        given = {"call_id": call.call_id, "execution": "client", "arguments": arguments}
+        return {**_head(call, call.type, "tsc"), **given}
+
+    def _loaded(self, item: LoadedToolsItem, path: str) -> Item | None:
+        """Tools that are there from now on; None for what a provider's search has found."""
+        tools = read_loaded(item.tools, f"{path}.tools", self.notes)
+        if item.type == "additional_tools":
+            role = {"role": item.role or "developer"}
+            return {**_head(item, item.type, "at"), **role, "tools": tools}
+        if item.call_id is None or item.execution == "server":
+            self.notes.ignore(f"{path}({item.type})")
+            return None
+        given = {"call_id": item.call_id, "execution": "client", "tools": tools}
+        return {**_head(item, item.type, "tso"), **given}
 
     def message(self, message: MessageItem, path: str) -> Item:
         content, path = message.content, f"{path}.content"
@@ -269,6 +336,8 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
     called: set[str] = set()
     for item in items:
         kind = item["type"]
+        if kind == "additional_tools":
+            continue
         if kind in OUTPUTS:
             if item["call_id"] not in called:
                 raise ParameterError(
@@ -276,8 +345,8 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
                     f"'{item['call_id'][:100]}'.",
                     param="input",
                 )
-            result = {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
-            messages.append(result)
+            text = _found(item["tools"]) if kind == "tool_search_output" else item["output"]
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
         elif kind == "message" and item["role"] != "assistant":
             messages.append({"role": item["role"], "content": _shown(item["content"])})
         else:
@@ -303,7 +372,8 @@ def _add_to_turn(messages: list[dict[str, Any]], item: Item) -> None:
         before = message.get("reasoning_content")
         message["reasoning_content"] = f"{before}\n{text}" if before else text
     else:
-        function = {"name": item["name"], "arguments": _arguments(item)}
+        name = function_name(item.get("namespace"), item.get("name", SEARCH))
+        function = {"name": name, "arguments": _arguments(item)}
         call = {"id": item["call_id"], "type": "function", "function": function}
         message.setdefault("tool_calls", []).append(call)
 
@@ -311,7 +381,20 @@ def _add_to_turn(messages: list[dict[str, Any]], item: Item) -> None:
 def _arguments(item: Item) -> str:
     if item["type"] == "function_call":
         return str(item["arguments"])
+    if item["type"] == "tool_search_call":
+        return json.dumps(item["arguments"], ensure_ascii=False)
     return json.dumps({CUSTOM_INPUT: item["input"]}, ensure_ascii=False)
+
+
+def _found(tools: Iterable[Mapping[str, Any]]) -> str:
+    """What the model reads of the tools that a search has found."""
+    names = loaded_names(tools)
+    return f"These tools can be called now: {', '.join(names)}." if names else "No tool was found."
+
+
+def _named(call: CallItem | CustomCallItem) -> Item:
+    named = {"call_id": call.call_id, "name": call.name}
+    return named if call.namespace is None else {**named, "namespace": call.namespace}
 
 
 def _calls(message: Mapping[str, Any]) -> bool:

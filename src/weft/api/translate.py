@@ -15,6 +15,8 @@ from weft.api.jobs import Builder, Job
 from weft.api.rules import Notes
 from weft.core.errors import WeftError
 
+_PLACE = re.compile(r"\w+\[\d+\]")
+
 
 def job_of_chat(
     fields: Mapping[str, Any], builder: Builder, names: Mapping[str, str], notes: Notes
@@ -23,8 +25,8 @@ def job_of_chat(
 
     Args:
         fields: of the chat body; None is left out.
-        names: field of the chat body -> field of the endpoint's body, where they differ; see
-            `endpoint_name`.
+        names: field of the chat body, also ``tools[3]``, -> field of the endpoint's body, where
+            they differ; see `endpoint_name`.
         notes: take what is ignored, by the names of the endpoint.
 
     Raises:
@@ -68,7 +70,11 @@ def endpoint_name(param: str, names: Mapping[str, str]) -> str:
     tools are objects of their own is left out, unless ``.function.`` has a name.
     """
     plain = names.get(".function.", ".")
-    head = re.split(r"[.\[]", param, maxsplit=1)[0]
+    place = _PLACE.match(param)
+    if place is not None and place[0] in names:
+        head = place[0]
+    else:
+        head = re.split(r"[.\[]", param, maxsplit=1)[0]
     rest = "" if head == "messages" else param[len(head) :].replace(".function.", plain)
     for inner, name in names.items():
         if inner.startswith(".") and rest.endswith(inner):
