@@ -510,7 +510,11 @@ def copy_fields(reader: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
 
 @pytest.mark.parametrize(
     ("arch", "words"),
-    [("gptoss", "ggml-org/gpt-oss-20b-GGUF"), ("bert", "supported: llama, qwen2")],
+    [
+        ("gptoss", "ggml-org/gpt-oss-20b-GGUF"),
+        ("qwen4", "The nearest supported: qwen3, qwen2"),
+        ("bert", r"GGUF files\. docs/models\.md"),
+    ],
 )
 def test_other_architectures_are_refused(tmp_path, arch, words) -> None:
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", arch)

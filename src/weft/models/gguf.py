@@ -24,6 +24,7 @@ from weft.models.gguf_codes import FORMS, unpack
 from weft.models.gguf_config import BY_LENGTH, FACTORS, GgufConfig
 from weft.models.gguf_header import GgufTensor, read_header
 from weft.models.gguf_names import named
+from weft.models.missing import supported_instead
 from weft.models.quant_config import GGUF, StoredWeights
 from weft.models.spec import CheckpointLayout, LayerSpec, ModelSpec
 from weft.models.weight_files import split_files
@@ -43,11 +44,11 @@ class GgufFile:
         arch = str(header.fields.get("general.architecture"))
         family = GGUF_FAMILIES.get(arch)
         if family is None or family.gguf is None:
-            remedy = f"supported: {', '.join(GGUF_FAMILIES)}"
+            remedy = supported_instead(arch, GGUF_FAMILIES)
             if arch == "gptoss":  # of Ollama, whose tensors have other names
-                remedy = "take one that llama.cpp has made, such as ggml-org/gpt-oss-20b-GGUF"
+                remedy = "Take one that llama.cpp has made, such as ggml-org/gpt-oss-20b-GGUF."
             raise UnsupportedModelError(
-                f"{path.name}: architecture '{arch}' is not supported in GGUF files; {remedy}",
+                f"{path.name}: architecture '{arch}' is not supported in GGUF files. {remedy}",
                 param="general.architecture",
             )
         self._form = family.gguf

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
+
+MODELS_PAGE = "docs/models.md lists what weft serves."
+LIKENESS = 0.7  # of names without their endings, from 0 to 1
+_ENDING = re.compile(r"(For[A-Z]\w*|LMHeadModel|Model)$")
 
 _LATENT = "multi-head latent attention (MLA)"
 _SPARSE = "sparse attention by an indexer"
@@ -47,3 +53,12 @@ def missing_mechanism(architecture: str) -> str | None:
         if re.fullmatch(pattern, architecture):
             return mechanism
     return None
+
+
+def supported_instead(architecture: str, known: Iterable[str]) -> str:
+    """A sentence with up to three known names that are most like this one, and where all are."""
+    bare = {name: _ENDING.sub("", name).lower() for name in known}
+    word = _ENDING.sub("", architecture).lower()
+    near = difflib.get_close_matches(word, [*dict.fromkeys(bare.values())], n=3, cutoff=LIKENESS)
+    named = [next(name for name in bare if bare[name] == one) for one in near]
+    return f"The nearest supported: {', '.join(named)}. {MODELS_PAGE}" if named else MODELS_PAGE

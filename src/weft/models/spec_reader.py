@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,15 +13,11 @@ from weft.models.bounds import MOST_LAYER_EXPERTS
 from weft.models.config_reader import SHOWN, ConfigReader
 from weft.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE
 from weft.models.gguf import GgufFile
-from weft.models.missing import missing_mechanism
+from weft.models.missing import missing_mechanism, supported_instead
 from weft.models.pooling import read_activation, with_modules, without_head
 from weft.models.quant_config import read_stored_weights
 from weft.models.spec import ModelSpec
 from weft.models.weight_files import is_gguf
-
-MODELS_PAGE = "docs/models.md lists what weft serves."
-LIKENESS = 0.7  # of names without their endings, from 0 to 1
-_ENDING = re.compile(r"(For[A-Z]\w*|LMHeadModel|Model)$")
 
 
 def read_spec(folder: Path, max_model_len: int | None = None) -> ModelSpec:
@@ -86,17 +80,8 @@ def spec_from_config(config: Mapping[str, Any], max_model_len: int | None = None
 def _unsupported(architecture: str) -> str:
     mechanism = missing_mechanism(architecture)
     why = "" if mechanism is None else f": weft lacks {mechanism}"
-    near = nearest_architectures(architecture)
-    hint = f" The nearest supported: {', '.join(near)}." if near else ""
-    return f"config.json: architecture '{architecture}' is not supported{why}.{hint} {MODELS_PAGE}"
-
-
-def nearest_architectures(architecture: str) -> list[str]:
-    """Up to three supported architectures whose names are most like this one, the likest first."""
-    bare = {known: _ENDING.sub("", known).lower() for known in BY_ARCHITECTURE}
-    word = _ENDING.sub("", architecture).lower()
-    near = difflib.get_close_matches(word, list(dict.fromkeys(bare.values())), n=3, cutoff=LIKENESS)
-    return [next(known for known in bare if bare[known] == name) for name in near]
+    named = f"config.json: architecture '{architecture}' is not supported{why}"
+    return f"{named}. {supported_instead(architecture, BY_ARCHITECTURE)}"
 
 
 def _decoder_of(name: str) -> tuple[str, str]:
