@@ -65,6 +65,7 @@ PARTS = (
     Part("batches", "two hundred kills beside batches", ("tests/batch_soak.py",), 600),
     Part("wheel", "what packages lack, or bring too much of", ("tests/wheel.py",), 240, True),
     Part("deploy", "panels and alerts without data", ("tests/deploy/programs.py",), 90, True),
+    Part("page", "what a browser makes of the page", ("tests/referees/page/run.py",), 100, True),
     Part("clients", "requests of real programs", ("tests/referees/clients/run.py",), 480, True),
 )
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MAPPED = re.compile(
-    r"\.(py|pyi|cpp|hpp|cu|cuh|sh|md|json|txt|toml|mjs|jinja|safetensors|ya?ml|service)$"
+    r"\.(py|pyi|cpp|hpp|cu|cuh|sh|md|json|txt|toml|js|mjs|jinja|safetensors|ya?ml|service)$"
 )
 MAPPED_NAMES = {"Makefile", ".ci/run", "LICENSE", ".dockerignore", "deploy/Dockerfile"}
-UNMAPPED = re.compile(r"^benchmarks/results/|.*/package-lock\.json$")
+UNMAPPED = re.compile(r"^benchmarks/results/|.*/package-lock\.json$|.*/page/vendor/.*/")
 READING_ORDER = (  # a folder stands before those below it that are not named here
     ".",
     "docs",
@@ -59,6 +59,7 @@ BY_HAND = {
     "src/weft/builtin/model.safetensors": "Weights of the built-in model.",
     "src/weft/builtin/tokenizer.json": "Tokeniser of the built-in model.",
     "src/weft/builtin/tokenizer_config.json": "Control tokens and chat template.",
+    "src/weft/server/page/vendor/versions.json": "Libraries of the page, with digests.",
     "tests/null/recorded_plans.json": "Digests of the plans of all schedulers in fixed scenarios.",
     "tests/numeric/golden.json": "Hashes of golden logits, by instruction set.",
 }

@@ -34,7 +34,7 @@ def folders() -> list[str]:
 
 def test_each_folder_of_tests_is_in_one_part(deep):
     named = Counter(word for part in deep.PARTS for word in part.command if "tests/" in word)
-    del named["tests/referees/clients/run.py"]
+    del named["tests/referees/clients/run.py"], named["tests/referees/page/run.py"]
     missing = {f"tests/{folder}" for folder in folders()} - named.keys()
     assert not missing
     assert set(named.values()) == {1}

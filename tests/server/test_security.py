@@ -25,6 +25,7 @@ from weft.api import decoding
 from weft.core.errors import ConfigError
 from weft.server.app import create_app
 from weft.server.auth import KEYLESS_PATHS, OPEN_PATHS
+from weft.server.front_page import page_paths
 from weft.server.hosts import hosts_checked
 from weft.server.options import ServerOptions
 from weft.text import ChatTemplate
@@ -587,17 +588,20 @@ class TestKeys:
             for method in sorted(route.methods)
         ]  # fmt: skip
 
-    def test_every_route_but_probes_and_the_description_demands_one(self, guarded, text):
+    def test_every_route_but_probes_the_description_and_static_files_demands_one(
+        self, guarded, text
+    ):
         routes = self.routes(text)
         assert len(routes) > 12
         assert {path for _, path in routes} >= OPEN_PATHS | {"/metrics", "/server_info"}
         assert {"/health", "/ready"} == OPEN_PATHS
         assert {"/health", "/ready", "/openapi.json"} == KEYLESS_PATHS
+        without = KEYLESS_PATHS | page_paths()
         with guarded.http() as http:
             for method, path in routes:
                 path = re.sub(r"\{[^}]*\}", "x", path)
                 status = http.request(method, path, content=b"{}").status_code
-                assert (status == 401) == (path not in KEYLESS_PATHS), path
+                assert (status == 401) == (path not in without), path
                 with http.stream(method, path, content=b"{}", headers=KEY) as known:
                     assert known.status_code != 401, path  # some go on and on
 
@@ -607,6 +611,7 @@ class TestKeys:
             "//health", "/health/", "/health/../metrics", "/health/..%2fmetrics", "/health%2f",
             "/metrics/../health", "/./health/../metrics", "/HEALTH", "/health;/metrics",
             "/health%00", "/health%0d%0a", "/health\\..\\metrics", "/llm/metrics", "/llm/health",
+            "/page/../metrics", "/page/js/main.js/../../../metrics", "/ui/", "/page/none", "/page/",
             "/llm/llm/health", "/llmhealth", "/metrics?path=/health", "/metrics#/health",
             "http://x/metrics", "/v1/models/../../health", "/%2e%2e/health", "/v1//models", "*",
         ],

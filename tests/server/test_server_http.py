@@ -366,7 +366,7 @@ def test_metrics_count_what_happened(text):
 def test_keys_guard_every_path_but_two(text):
     keys = ("first-key", "second-key")
     with serving(ScriptedClient([700]), text, api_key=keys) as running, running.http() as http:
-        for path in ("/v1/models", "/metrics", "/server_info", "/nope", "/v1/models/x", "/"):
+        for path in ("/v1/models", "/metrics", "/server_info", "/nope", "/v1/models/x"):
             error_of(http.get(path), 401, "invalid_api_key")
         for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
             error_of(http.post(path, json=BODY), 401, "invalid_api_key")

@@ -30,7 +30,7 @@ from weft.api import (
     tokenize,
 )
 from weft.api.bodies import FIXED_LIMITS
-from weft.api.classes import CLASS_HEADER
+from weft.api.classes import CLASS_HEADER, USUAL
 from weft.api.rules import HEADER
 from weft.api.sampling import check_model
 from weft.core.errors import WeftError
@@ -38,7 +38,7 @@ from weft.core.ports import EngineClient
 from weft.core.settings import settings_of
 from weft.ring.target_board import TargetBoard
 from weft.server.accounts import RATE_HEADERS, Accounts
-from weft.server.auth import OPENAPI, RequireKey, Reserved
+from weft.server.auth import KEYLESS_PATHS, OPENAPI, RequireKey, Reserved
 from weft.server.background import Background
 from weft.server.batches import batch_routes
 from weft.server.body import read_body
@@ -47,8 +47,10 @@ from weft.server.errorforms import ErrorForms
 from weft.server.errors import handle_bug, handle_http_error, handle_weft_error, json_response
 from weft.server.exchange import Observe, current_key, log_exchange
 from weft.server.files import file_routes
+from weft.server.front_page import front_routes, page_paths
 from weft.server.generation import endpoint_routes
 from weft.server.hosts import CheckHost, hosts_checked
+from weft.server.keyfile import Key
 from weft.server.keys import KeyRing
 from weft.server.life import Life, open_life
 from weft.server.loom import PATH as LOOM
@@ -169,6 +171,7 @@ class ModelParts:
         self._watching: asyncio.Task[None] | None = None
         self.routes = [
             *_routes(_PlainHandlers(service)),
+            *front_routes(options.ui),
             *endpoint_routes(service),
             *message_routes(service),
             *ollama_routes(service),
@@ -269,6 +272,7 @@ def _middleware(common: Common, reserved: Mapping[str, Reserved]) -> list[Middle
             keys=common.keys,
             accounts=common.accounts,
             reserved=reserved,
+            open_paths=KEYLESS_PATHS | page_paths() if options.ui else KEYLESS_PATHS,
         ),
     ]
     if options.cors_origin:
@@ -321,6 +325,14 @@ def sees_keys(options: ServerOptions) -> bool:
     """Whether the request that is being answered may see in metrics what each key uses."""
     key = current_key()
     return key is None or key.name in (*options.metrics_key, *options.admin_key)
+
+
+def _classes_of(key: Key | None, card: ModelCard) -> dict[str, Any]:
+    """The classes that whoever asks may use, and the one of requests that ask for none."""
+    names = [row.name for row in card.classes]
+    if key is None:
+        return {"usable": names, "default": USUAL}
+    return {"usable": [name for name in names if key.may_use(name)], "default": key.default_class}
 
 
 class _PlainHandlers:
@@ -404,6 +416,7 @@ def server_info(service: Service) -> dict[str, Any]:
             "chat": service.builder.chat_template is not None,
             "tokenizer": service.builder.tokenizer.encoder.name,
         },
+        "classes": _classes_of(current_key(), card),
         "limits": _limits(service.options),
         "engine": _public(service.probe.info()),
     }

@@ -48,12 +48,13 @@ class Reserved:
 class RequireKey:
     """Lets requests with a valid key pass; all, if there are no keys.
 
-    Every path but ``KEYLESS_PATHS`` is guarded, also those that do not exist. The key comes as
+    Every path but ``open_paths`` is guarded, also those that do not exist. The key comes as
     ``Authorization: Bearer KEY`` or as ``X-Api-Key: KEY``.
 
     Args:
         accounts: count the requests with a body that a key has in progress.
         reserved: paths that only some keys may read.
+        open_paths: paths that need no key.
     """
 
     def __init__(
@@ -62,15 +63,17 @@ class RequireKey:
         keys: KeyRing,
         accounts: Accounts,
         reserved: Mapping[str, Reserved],
+        open_paths: frozenset[str] = KEYLESS_PATHS,
     ) -> None:
         self._app = app
         self._keys = keys
         self._accounts = accounts
         self._reserved = reserved
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         http = scope["type"] == "http"
-        if not http or not self._keys.demanded or inner_path(scope) in KEYLESS_PATHS:
+        if not http or not self._keys.demanded or inner_path(scope) in self._open_paths:
             await self._app(scope, receive, send)
             return
         given = _given_key(Headers(scope=scope))

@@ -273,9 +273,14 @@ def page_limit(given: str | None, default: int, most: int) -> int:
 
 
 def _check_origin(request: Request, allowed: tuple[str, ...]) -> None:
-    """Refuse forms of foreign pages: browsers send those without asking the server first."""
+    """Refuse forms of foreign pages: browsers send those without asking the server first.
+
+    The page at ``/`` has the host that the request is for. Its scheme is not compared: a proxy may
+    speak HTTPS for a server that does not.
+    """
     origin = request.headers.get("origin")
-    if origin is not None and origin not in allowed and "*" not in allowed:
+    own = (f"http://{(host := request.headers.get('host', ''))}", f"https://{host}")
+    if origin is not None and origin not in (*own, *allowed) and "*" not in allowed:
         raise ForeignOriginError(
             f"Pages of '{origin[:100]}' may not upload files; cors_origin lets them."
         )

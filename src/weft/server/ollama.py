@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from weft.api import decode_body
@@ -44,7 +44,6 @@ def ollama_routes(service: Service) -> list[Route]:
     posts = {"/pull": handlers.pull, "/show": handlers.show}
     gets = {"/ps": handlers.running, "/tags": handlers.tags, "/version": handlers.version}
     return [
-        Route("/", handlers.alive, methods=["GET"]),
         *(Route(PATH + path, handler, methods=["POST"]) for path, handler in posts.items()),
         *(Route(PATH + path, handler, methods=["GET"]) for path, handler in gets.items()),
         *(
@@ -82,10 +81,6 @@ class _OllamaHandlers:
 
     async def version(self, _: Request) -> Response:
         return json_response({"version": OLLAMA_VERSION})
-
-    async def alive(self, _: Request) -> Response:
-        """The probe that Ollama's clients send first."""
-        return PlainTextResponse("weft is running")
 
     async def no_store(self, _: Request) -> Response:
         raise ModelStoreError(

@@ -12,6 +12,7 @@ from weft import __version__
 from weft.api.answers import ErrorAnswer, MessagesErrorAnswer, OllamaErrorAnswer
 from weft.api.schemas import Schemas
 from weft.server.auth import KEYLESS_PATHS
+from weft.server.front_page import NAMED, UNDER
 from weft.server.messages import PATH as MESSAGES
 from weft.server.ollama import PATH as OLLAMA
 from weft.server.operations import OPERATIONS, TAGS, Operation, bodies_of, stream_of
@@ -24,6 +25,7 @@ no effect are named in the header `x-weft-ignored` of the answer; parameters tha
 and are not supported are refused. A server with API keys demands one on every path but those that
 say otherwise."""
 _ERRORS: dict[str, type[Struct]] = {MESSAGES: MessagesErrorAnswer, OLLAMA: OllamaErrorAnswer}
+_PAGE = {"/", NAMED, f"{UNDER}/{{name}}"}
 _HEADERS = {
     "x-request-id": "Identifies the request in the server's log.",
     "x-weft-class": "The service class that the request was served in.",
@@ -51,9 +53,13 @@ def describe_routes(routes: Iterable[Any], root_path: str = "") -> dict[str, Any
     """
     schemas = Schemas()
     paths: dict[str, dict[str, Any]] = {}
-    for name in named_operations(routes):
+    names = list(named_operations(routes))
+    keyless = KEYLESS_PATHS | (_PAGE if f"GET {NAMED}" in names else set())
+    for name in names:
         method, _, path = name.partition(" ")
         told = _Writer(name, OPERATIONS[name], schemas).told()
+        if path in keyless:
+            told["security"] = []
         paths.setdefault(path, {})[method.lower()] = told
     return {
         "openapi": "3.1.0",
@@ -99,8 +105,6 @@ class _Writer:
             told["parameters"] = parameters
         if content := self._taken():
             told["requestBody"] = {"required": True, "content": content}
-        if self._path in KEYLESS_PATHS:
-            told["security"] = []
         return {**told, "responses": self._given()}
 
     def _in_path(self) -> Iterator[dict[str, Any]]:

@@ -231,7 +231,6 @@ _OF_MESSAGES = {
     ),
 }
 _OF_OLLAMA = {
-    "GET /": Operation(OLLAMA, "The probe of Ollama's clients", media="text/plain"),
     "GET /api/tags": Operation(OLLAMA, "The served names", (server_answers.OllamaModelList,)),
     "GET /api/ps": Operation(OLLAMA, "The loaded model", (server_answers.OllamaModelList,)),
     "GET /api/version": Operation(
@@ -299,6 +298,9 @@ _OF_MODELS = {
     ),
 }
 _OF_SERVER = {
+    "GET /": Operation(SERVER, "The page, for browsers; a line for probes", media="text/html"),
+    "GET /ui": Operation(SERVER, "Leads to the page", media="text/html"),
+    "GET /page/{name}": Operation(SERVER, "A file of the page", media="*/*"),
     "GET /health": Operation(SERVER, "The process answers", (server_answers.Health,)),
     "GET /ready": Operation(SERVER, "The engine takes requests", (server_answers.Readiness,)),
     "GET /metrics": Operation(SERVER, "Metrics for Prometheus", media=CONTENT_TYPE),

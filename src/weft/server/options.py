@@ -70,6 +70,7 @@ class ServerOptions:
         high=256,
         everyday=True,
     )
+    ui: bool = setting("bool", True, "serve the page for browsers at /: chat and a live view")
     allowed_host: tuple[str, ...] = setting(
         "strings",
         (),

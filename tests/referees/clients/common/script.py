@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from serving import serving
 
@@ -140,8 +141,12 @@ class ScriptEngine:
 
 
 @contextlib.contextmanager
-def script_server(context_tokens: int = 8192) -> Iterator[str]:
-    """Run weft's request plane before a `ScriptEngine`; the URL."""
+def script_server(context_tokens: int = 8192, **options: Any) -> Iterator[str]:
+    """Run weft's request plane before a `ScriptEngine`; the URL.
+
+    Args:
+        options: of the server.
+    """
     tokenizer, template = Tokenizer.load(MODEL_FOLDER), ChatTemplate.load(MODEL_FOLDER)
     config = json.loads((MODEL_FOLDER / "config.json").read_text())
     card = ModelCard(
@@ -151,5 +156,5 @@ def script_server(context_tokens: int = 8192) -> Iterator[str]:
         eos_token_ids=(config["eos_token_id"],),
         hidden_size=config["hidden_size"],
     )
-    with serving(ScriptEngine(tokenizer), (tokenizer, template, card)) as running:
+    with serving(ScriptEngine(tokenizer), (tokenizer, template, card), **options) as running:
         yield running.url
