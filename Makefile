@@ -39,7 +39,8 @@ run: setup-$(SETS)  ## Set up, then generate text with the built-in model
 	$(BIN)/weft generate "def fibonacci(n):" --echo --max-tokens 64
 
 docs: $(STAMPS)/docs  ## Build the documentation as a site in build/site
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open build/site/index.html"
 
 pages: setup  ## Print the pages and pictures anew that derive from the code
 	@for page in settings parameters map; do $(BIN)/python tools/$${page}_page.py > $(STAMPS)/page && cp $(STAMPS)/page docs/$$page.md || exit 1; done
