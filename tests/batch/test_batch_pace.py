@@ -19,6 +19,7 @@ from weft.batch import database
 from weft.batch import pace as paces
 from weft.batch.database import BASE, open_base
 from weft.batch.demand import UNLIMITED_TOKENS, Demand, demand_of, sample_demand
+from weft.batch.folder import StoreLimits
 from weft.batch.forecast import LATEST_S, predict_end
 from weft.batch.intake import Forecaster, QueuedTokensError, WindowError, begin_batch, file_demand
 from weft.batch.lines import parse_line
@@ -26,7 +27,7 @@ from weft.batch.pace import Observed, PaceMeter, TokenPace, fit_pace
 from weft.batch.pool import Pool
 from weft.batch.promotion import next_class
 from weft.batch.records import BATCH_COLUMNS, BatchRecord
-from weft.batch.store import BatchStore, StoreLimits
+from weft.batch.store import BatchStore
 
 HOUR_S = 3600
 

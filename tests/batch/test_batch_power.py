@@ -31,11 +31,12 @@ from depth import DEEP
 from live import eventually, serving
 from served_batches import OPTIONS, batch_processes, create_of, line, listed, upload, wait
 from weft.batch import process
+from weft.batch.folder import StoreLimits
 from weft.batch.pool import Pool
 from weft.batch.process import BatchWork
 from weft.batch.records import UNFINISHED, BatchRecord
 from weft.batch.session import Desk
-from weft.batch.store import BatchStore, StoreLimits
+from weft.batch.store import BatchStore
 
 LIMITS = StoreLimits(reserve_bytes=0)
 IMAGES = 400 if DEEP else 60
@@ -46,7 +47,8 @@ END_S = 60.0
 EXPIRE = """
 import sys, time
 from pathlib import Path
-from weft.batch.store import BatchStore, StoreLimits
+from weft.batch.folder import StoreLimits
+from weft.batch.store import BatchStore
 store = BatchStore(Path(sys.argv[1]), StoreLimits(reserve_bytes=0))
 store.update(sys.argv[2], expires_at=int(time.time()))
 store.close()

@@ -23,9 +23,9 @@ from weft.batch.errors import (
     FileInUseError,
     FileNotThereError,
 )
-from weft.batch.folder import FileTooLargeError, StorageFullError
+from weft.batch.folder import FileTooLargeError, StorageFullError, StoreLimits
 from weft.batch.records import BatchRecord, FileRecord
-from weft.batch.store import BatchStore, StoreLimits
+from weft.batch.store import BatchStore
 from weft.core.errors import ConfigError, ParameterError
 
 ALICE, BOB = b"a" * 32, b"b" * 32
@@ -304,7 +304,8 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from weft.batch import points
-from weft.batch.store import BatchStore, StoreLimits
+from weft.batch.folder import StoreLimits
+from weft.batch.store import BatchStore
 store = BatchStore(Path(sys.argv[1]), StoreLimits(reserve_bytes=0))
 def reached(point):
     if point == sys.argv[2]:

@@ -20,6 +20,7 @@ from answering import Answering, planned_by, read, request
 from weft.batch import forecast, journal, order, orders, pace, process, session
 from weft.batch.database import DataFolderError
 from weft.batch.demand import Demand
+from weft.batch.folder import StoreLimits
 from weft.batch.intake import Forecaster, file_demand
 from weft.batch.journal import Journal, ResultsError
 from weft.batch.lines import InputFile
@@ -30,7 +31,7 @@ from weft.batch.process import BatchWork
 from weft.batch.prompts import guess_prompt
 from weft.batch.records import UNFINISHED, BatchRecord
 from weft.batch.session import Desk
-from weft.batch.store import BatchStore, StoreLimits
+from weft.batch.store import BatchStore
 from weft.core.errors import ConfigError
 
 LIMITS = StoreLimits(reserve_bytes=0)

@@ -13,8 +13,9 @@ from older import write_older_base
 
 from weft.batch import kept_lengths
 from weft.batch.database import BASE
+from weft.batch.folder import StoreLimits
 from weft.batch.kept_lengths import changed_nodes
-from weft.batch.store import BatchStore, StoreLimits
+from weft.batch.store import BatchStore
 from weft.blend.lengths import MOST_NODES, NEVER, LengthCurves, LengthTable, Running
 
 LIMITS = StoreLimits(reserve_bytes=0)

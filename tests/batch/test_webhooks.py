@@ -21,10 +21,11 @@ import trustme
 from receiver import Receiver, receiving, status
 from weft.batch import outward, webhooks
 from weft.batch.database import VERSION, work_within
+from weft.batch.folder import StoreLimits
 from weft.batch.outbox import FORGOTTEN_S, KEPT_S, Delivery
 from weft.batch.outward import NotDeliveredError, OutwardClient
 from weft.batch.records import BatchRecord
-from weft.batch.store import BatchStore, StoreLimits
+from weft.batch.store import BatchStore
 from weft.batch.webhook_settings import (
     WebhookSettings,
     check_url,

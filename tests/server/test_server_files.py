@@ -19,8 +19,9 @@ from serving import Running, serving
 import description
 from live import eventually
 from weft.batch.demand import Demand
+from weft.batch.folder import StoreLimits
 from weft.batch.pace import Observed
-from weft.batch.store import BatchStore, StoreLimits
+from weft.batch.store import BatchStore
 
 ALICE, BOB = "alice-key", "bob-key"
 LINE = b'{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}\n'

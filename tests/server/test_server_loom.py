@@ -18,7 +18,8 @@ from scripted import ScriptedClient
 from serving import Running, serving
 
 from live import eventually
-from weft.batch.store import BatchStore, StoreLimits
+from weft.batch.folder import StoreLimits
+from weft.batch.store import BatchStore
 from weft.core.types import ServiceClass
 from weft.ring.layout import (
     COUNTED_CLASSES,

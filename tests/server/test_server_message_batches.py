@@ -17,7 +17,8 @@ from scripted import ScriptedClient
 from serving import Running, serving
 
 from typed import unknown_fields
-from weft.batch.store import BatchStore, StoreLimits
+from weft.batch.folder import StoreLimits
+from weft.batch.store import BatchStore
 
 ALICE, BOB = "alice-key", "bob-key"
 PARAMS: dict[str, Any] = {

@@ -59,10 +59,11 @@ class Health(Struct, kw_only=True):
 
 
 class Readiness(Struct, kw_only=True):
-    """Whether the engine takes requests; 503 unless it is ``ready``."""
+    """Whether the engine takes requests; 503 unless it is ``ready``; of several models each state."""
 
     status: Literal["ready", "stalled", "recovering", "out_of_memory", "draining"]
     engines_killed_for_memory: int | UnsetType = UNSET
+    models: dict[str, str] | UnsetType = UNSET
 
 
 class Version(Struct, kw_only=True):
@@ -83,8 +84,16 @@ class ServerInfo(Struct, kw_only=True):
 
     version: str
     model: ModelSummary
+    classes: UsableClasses
     limits: dict[str, Any]
     engine: dict[str, Any]
+
+
+class UsableClasses(Struct, kw_only=True):
+    """The classes that the key may use, and the one of requests that name none."""
+
+    usable: list[str]
+    default: str
 
 
 class ClassRow(Struct, kw_only=True):

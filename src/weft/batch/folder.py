@@ -13,6 +13,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from weft.batch import points
@@ -21,6 +22,20 @@ from weft.core.errors import ConfigError, WeftError
 
 PARTIAL = ".part"  # at the end of the name of an upload in progress
 LOOK_EVERY_BYTES = 16 * 2**20  # written, after which the room on the disk is looked at again
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLimits:
+    """Bounds on what is kept.
+
+    Attributes:
+        file_bytes, key_bytes: of one file, and of all files that one key has uploaded.
+        reserve_bytes: of the disk that stay free.
+    """
+
+    file_bytes: int = 2**30
+    key_bytes: int = 10 * 2**30
+    reserve_bytes: int = 2**30
 
 
 class StorageFullError(WeftError):

@@ -29,6 +29,7 @@ from weft.api.card import ApiLimits
 from weft.batch.choice import choose_order
 from weft.batch.database import reachable
 from weft.batch.engine import EngineAsker
+from weft.batch.folder import StoreLimits
 from weft.batch.forecast import predict_end
 from weft.batch.kept_lengths import changed_nodes
 from weft.batch.memory import KvMemory
@@ -38,7 +39,7 @@ from weft.batch.pool import Pool
 from weft.batch.promotion import BATCH_CLASS
 from weft.batch.records import BatchRecord
 from weft.batch.session import Desk, ElsewhereError, Session, over_because
-from weft.batch.store import BatchStore, StoreLimits
+from weft.batch.store import BatchStore
 from weft.batch.webhook_settings import WebhookSettings
 from weft.batch.webhooks import WebhookSender
 from weft.blend.density import UNWEIGHED

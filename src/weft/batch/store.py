@@ -11,7 +11,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from weft.batch.errors import (
     FileInUseError,
     FileNotThereError,
 )
-from weft.batch.folder import FileFolder, StorageFullError, Upload
+from weft.batch.folder import FileFolder, StorageFullError, StoreLimits, Upload
 from weft.batch.kept_lengths import KeptLengths
 from weft.batch.outbox import Outbox
 from weft.batch.pace import PaceTable
@@ -49,20 +49,6 @@ from weft.batch.records import (
 from weft.core.errors import ParameterError
 
 FILES = "files"
-
-
-@dataclass(frozen=True, slots=True)
-class StoreLimits:
-    """Bounds on what is kept.
-
-    Attributes:
-        file_bytes, key_bytes: of one file, and of all files that one key has uploaded.
-        reserve_bytes: of the disk that stay free.
-    """
-
-    file_bytes: int = 2**30
-    key_bytes: int = 10 * 2**30
-    reserve_bytes: int = 2**30
 
 
 class BatchStore:
@@ -328,19 +314,14 @@ class BatchStore:
         page = read_page(self._base, "batches", where, values, before, limit, False)
         return Page(page.records[::-1], page.has_more)
 
-    def recent_batches(self, owner: bytes | None, since: int, most: int) -> list[BatchRecord]:
+    def recent_batches(self, owner: bytes | None, since: int, most: int) -> Page:
         """Batches that have not ended, or not before ``since``, the newest first.
 
         Args:
             owner: whose they are; None for everybody's.
         """
-        ended = "COALESCE(completed_at, failed_at, expired_at, cancelled_at, 0)"
-        rows = self._base.execute(
-            f"SELECT {_BATCH} FROM batches WHERE (? IS NULL OR owner = ?) "
-            f"AND (status IN {OPEN} OR {ended} >= ?) ORDER BY place DESC LIMIT ?",
-            (owner, owner, since, most),
-        )
-        return [BatchRecord(*row) for row in rows]
+        where = f"(? IS NULL OR owner = ?) AND (status IN {OPEN} OR {_ENDED} >= ?)"
+        return read_page(self._base, "batches", where, (owner, owner, since), None, most)
 
     def delete_batch(self, owner: bytes, batch_id: str) -> None:
         """Forget a batch that has ended, and its results.
@@ -507,6 +488,7 @@ class BatchStore:
             yield
 
 
+_ENDED = "COALESCE(completed_at, failed_at, expired_at, cancelled_at, 0)"
 _FILE, _BATCH = ", ".join(FILE_COLUMNS), ", ".join(BATCH_COLUMNS)
 _FRESH = (
     f"purpose NOT IN {HIDDEN} AND (expires_at IS NULL OR expires_at > ? OR "

@@ -30,7 +30,7 @@ from weft.ring.codec import SAMPLING, pack_logprob, unpack_request
 from weft.ring.layout import FINISH_OF, REASON_OF, Bell, EngineInfo
 from weft.ring.recover import Quarantine
 from weft.ring.segment import RingFds, attached
-from weft.ring.step_log import StepLog
+from weft.ring.step_log import EngineLog
 
 _NO_PROCESS = (errno.ESRCH, errno.EINVAL)  # it has ended, or its number is corrupt
 
@@ -64,7 +64,7 @@ class RingInbox:
         with attached():
             self._engine = _native.Engine([(fds.memory, fds.wake) for fds in rings], SAMPLING)
         self._outlet = self._engine.outlet()
-        self._log = StepLog(self._engine, classes)
+        self._log = EngineLog(self._engine, classes)
         self.closed = False
         self._vocab_size = vocab_size
         self._quarantine = Quarantine(self._engine, max_crashes)

@@ -11,7 +11,7 @@ from weft.ring import _native
 from weft.ring.layout import COUNTED_CLASSES, places_of_classes
 
 
-class StepLog:
+class EngineLog:
     """The engine's end of the log.
 
     Most steps decode what the step before has decoded, and count that no more: they know the

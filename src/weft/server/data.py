@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from weft.batch.database import BASE, DataFolderError, reachable
-from weft.batch.folder import default_folder
-from weft.batch.store import BatchStore, StoreLimits
+from weft.batch.folder import StoreLimits, default_folder
+from weft.batch.store import BatchStore
 from weft.core.errors import ConfigError
 from weft.server.options import ServerOptions
 

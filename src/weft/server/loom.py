@@ -258,12 +258,13 @@ class Loom:
         now = time.time()
         owner = None if viewer.sees_all else viewer.owner
         try:
-            records = await self._data.run(
+            page = await self._data.run(
                 lambda store: store.recent_batches(owner, int(now - ENDED_S), MOST_BATCHES)
             )
         except WeftError:
             return None
-        return [_batch_object(record, viewer.owner, now) for record in records]
+        found = (record for record in page.records if isinstance(record, BatchRecord))
+        return [_batch_object(record, viewer.owner, now) for record in found]
 
 
 class _LoomStream(Response):
