@@ -63,12 +63,12 @@ function Drop({ onAdded }) {
   };
   return html`<div class=${over ? "drop over" : "drop"} onDrop=${onDrop} onDragLeave=${() => setOver(false)}
     onDragOver=${(event) => { event.preventDefault(); setOver(true); }}>
-    <p>${busy || html`Drop a batch file here, or <button type="button" class="link" onClick=${() => input.current.click()}>
-      choose one</button>.`}</p>
+    <p>${busy || html`Drop a batch file here, or${" "}
+      <button type="button" class="link" onClick=${() => input.current.click()}>choose one</button>.`}</p>
     <input ref=${input} type="file" accept=".jsonl,application/jsonl" hidden
       onChange=${(event) => { take(event.target.files[0]); event.target.value = ""; }} />
-    <p class="small">One request a line, as in OpenAI's API: <code>custom_id</code>, <code>method</code>, <code>url</code>, <code>body</code>.
-      It is computed in what interactive requests leave free, within
+    <p class="small">A file has one request a line, as in OpenAI's API. It is computed in what interactive requests leave
+      free, within${" "}
       <select aria-label="Time that the batch has" value=${window_} onChange=${(event) => setWindow(event.target.value)}>
         ${WINDOWS.map((name) => html`<option key=${name}>${name}</option>`)}</select>.</p>
     ${wrong && html`<p class="wrong" role="alert">${wrong}</p>`}

@@ -108,7 +108,7 @@ function Welcome() {
   if (!model) return null;
   return html`<section class="welcome">
     <h2>Ask ${server.models.length === 1 ? html`<code>${model.id}</code>` : "a model"} something</h2>
-    <p>Its requests run beside all others of this server, in the class that you choose below.
+    <p>Its requests run beside all others of this server, in the class that you choose below.${" "}
       The <a href="#loom">loom</a> shows them, step by step.</p>
   </section>`;
 }

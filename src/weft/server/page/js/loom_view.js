@@ -129,7 +129,7 @@ function ClassTable({ rows }) {
         <th scope="row"><i class=${`thread-${threadOf(row.name, names)}`}></i>${row.name}</th>
         <td>${count(row.running)}</td><td>${count(row.waiting)}</td>
         <${Latency} of=${row.ttft_s} /><${Latency} of=${row.tpot_s} />
-        <td>${row.kept === null ? "–" : html`<b class=${row.kept < 0.9 ? "over" : null}>${percent(row.kept)}</b>
+        <td>${row.kept === null ? "–" : html`<b class=${row.kept < 0.9 ? "over" : null}>${percent(row.kept)}</b>${" "}
           <span class="small">of ${count(row.judged)}</span>`}</td>
       </tr>`)}</tbody>
     </table></div>
