@@ -25,6 +25,8 @@ MOST_ENVIRONMENT_BYTES = 250_000_000
 NEEDED = (
     "weft/builtin/model.safetensors",
     "weft/py.typed",
+    "weft/server/page/index.html",
+    "weft/server/page/vendor/preact/preact.js",
     "weft/ring/_native.",
     "weft/kernels/cpu/_native.",
 )

@@ -44,9 +44,10 @@ keys:
 
 @contextlib.contextmanager
 def whole_server(folder: Path) -> Iterator[live.Server]:
-    """A server with the built-in model, whose batches have room."""
-    data = ("--data-dir", str(folder / "data"), "--disk-reserve-bytes", "0")
-    with live.serving(folder, "--kv-memory", "128MiB", *data) as server:
+    """A server with the built-in model, which measures its steps while it is idle."""
+    given = ["--data-dir", str(folder / "data"), "--disk-reserve-bytes", "0"]
+    given += ["--kv-memory", "128MiB", "--self-profile-s", "4"]  # so that steps are predicted
+    with live.serving(folder, *given) as server:
         yield server
 
 

@@ -38,7 +38,7 @@ function Now({ feed }) {
     ["Running", count(load.running), `of ${count(engine.max_num_seqs)}`],
     ["Waiting", count(load.waiting), load.paused ? `${count(load.paused)} paused` : ""],
     ["Output", count(Math.round(feed.rate)), "tokens/s"],
-    ["Step", millis(pace.ms), pace.error === null ? "" : `±${percent(pace.error)} of prediction`],
+    ["Step", millis(pace.ms), pace.error === null ? "" : `predicted ±${percent(pace.error)}`],
     ["KV cache", percent(used), `of ${count(kv.blocks * kv.block_size)} tokens`],
     ["Prompts cached", cached ? percent(totals.cached_tokens / cached) : "–", ""],
   ];
@@ -117,7 +117,7 @@ function ClassTable({ rows }) {
   const names = rows.map((row) => row.name);
   return html`<section aria-labelledby="classes">
     <h2 id="classes">Classes</h2>
-    <div class="scrolled" tabindex="0" role="region" aria-labelledby="classes"><table class="classes">
+    <div class="scrolled" tabindex="0" role="region" aria-label="Table of classes"><table class="classes">
       <thead>
         <tr><th scope="col" rowspan="2">Class</th><th scope="col" rowspan="2">Running</th><th scope="col" rowspan="2">Waiting</th>
           <th scope="colgroup" colspan="3">First token</th><th scope="colgroup" colspan="3">Per further token</th>

@@ -140,14 +140,24 @@ export class Weave {
     }
   }
 
+  /** Words beside a mark, on the side that has room. */
+  #label(pen, words, x) {
+    const wide = pen.measureText(words).width + 10;
+    const left = x + wide > this.#canvas.clientWidth ? x - wide - 4 : x + 6;
+    pen.fillStyle = this.#colour("raised");
+    pen.fillRect(left, TOP_PX + 4, wide, 16);
+    pen.fillStyle = this.#colour("danger");
+    pen.textAlign = "left";
+    pen.fillText(words, left + 5, TOP_PX + 12);
+  }
+
   #marks(pen, columns, height, chosen) {
     for (const { step, x, width, recovery, paused } of columns) {
       if (recovery) {
         const middle = Math.round(x - GAP_PX / 2);
         pen.fillStyle = this.#colour("danger");
         for (let y = TOP_PX - 4; y < height - 6; y += 6) pen.fillRect(middle, y, 1.5, 3.5);
-        pen.textAlign = middle > this.#canvas.clientWidth - 90 ? "right" : "center";
-        pen.fillText(`new engine, ${millis(recovery.gap_s * 1000)}`, middle, 8);
+        this.#label(pen, `new engine after ${millis(recovery.gap_s * 1000)}`, middle);
       } else if (paused) {
         pen.fillStyle = this.#colour("rule");
         pen.fillRect(x - width / 2 - 1, TOP_PX, 1, height - TOP_PX - 6);
