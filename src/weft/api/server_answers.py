@@ -59,7 +59,7 @@ class Health(Struct, kw_only=True):
 
 
 class Readiness(Struct, kw_only=True):
-    """Whether the engine takes requests; 503 unless it is ``ready``; of several models each state."""
+    """Whether the engine takes requests, 503 unless ``ready``; of several models each state."""
 
     status: Literal["ready", "stalled", "recovering", "out_of_memory", "draining"]
     engines_killed_for_memory: int | UnsetType = UNSET
