@@ -110,6 +110,21 @@ RESPONSE = {
     "truncation": "disabled",
     "reasoning": None,
 }
+READ = {"type": "function", "name": "read", "parameters": {"type": "object"}}
+GROUP = {"type": "namespace", "name": "ns", "description": "Files.", "tools": [READ]}
+FOUND = {"call_id": "s", "execution": "client"}
+SEARCHED = {
+    "model": "builtin",
+    "tools": [GROUP, {"type": "tool_search", "execution": "client", "parameters": {}}],
+    "tool_choice": {"type": "function", "name": "read", "namespace": "ns"},
+    "input": [
+        {"role": "user", "content": "hi"},
+        {"type": "tool_search_call", **FOUND, "arguments": {"query": "x"}},
+        {"type": "tool_search_output", **FOUND, "tools": [GROUP]},
+        {"type": "additional_tools", "role": "developer", "tools": [{**READ, "name": "a"}]},
+    ],
+}
+CHANGED = {"type": "tool_reference", "name": "look_up"}
 TEXT = {"format": {"type": "text"}}
 TOOL = {"name": "look_up", "input_schema": FUNCTION["parameters"]}
 OLLAMA_CALL = {"function": {"name": "look_up", "arguments": {"word": "a"}}}
@@ -153,6 +168,7 @@ BODIES: dict[str, list[Any]] = {
         RESPONSE | {"stream": True, "max_output_tokens": 5, "temperature": 0.5, "store": False},
         {"model": "builtin", "input": "hi", "previous_response_id": None, "text": TEXT},
         RESPONSE | {"tools": [{"type": "function", **FUNCTION}], "tool_choice": "required"},
+        SEARCHED,
     ],
     "/v1/responses/input_tokens": [RESPONSE],
     "/v1/responses/{response_id}/cancel": [{}],
@@ -160,6 +176,22 @@ BODIES: dict[str, list[Any]] = {
         MESSAGES | {"max_tokens": 5, "stop_sequences": ["x"], "top_k": 3, "stream": True},
         MESSAGES | {"max_tokens": 5, "temperature": 0.5, "metadata": {"user_id": "me"}},
         MESSAGES | {"max_tokens": 5, "tools": [TOOL], "tool_choice": {"type": "any"}},
+        {
+            "model": "builtin",
+            "max_tokens": 5,
+            "tools": [TOOL],
+            "messages": [
+                {"role": "user", "content": "hi"},
+                {
+                    "role": "system",
+                    "clear_at": "never",
+                    "content": [
+                        {"type": "tool_removal", "tool": CHANGED},
+                        {"type": "tool_addition", "tool": CHANGED},
+                    ],
+                },
+            ],
+        },
     ],
     "/v1/messages/count_tokens": [MESSAGES],
     "/tokenize": [

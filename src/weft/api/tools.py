@@ -124,7 +124,8 @@ def read_tools(body: ChatBody, builder: Builder, notes: Notes) -> Tools | None:
             )
         return None
     if len(set(names)) < len(names):
-        raise ParameterError("Two tools have the same name.", param="tools")
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ParameterError(f"'tools' has two tools with the name '{twice}'.", param="tools")
     if choice == "none":
         return None
     _check_model(builder)

@@ -5,6 +5,7 @@ import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { generateObject, generateText, stepCountIs, streamText, tool } from "ai";
 import { z } from "zod";
 
+const { untilIdle } = await import(`${process.env.WEFT_COMMON}/checks.mjs`);
 const { WEFT_URL: url, WEFT_MODEL: name } = process.env;
 const known = process.env.WEFT_ANSWERS === "known";
 const words = "one two three four five six seven eight nine ten";
@@ -96,18 +97,7 @@ async function cancel(model) {
   let count = 0;
   for await (const _ of textStream) if (++count === 3) leaving.abort();
   if (known && count < 3) throw new Error(`it ended after ${count} pieces`);
-  await untilIdle();
-}
-
-async function untilIdle() {
-  const end = Date.now() + 30_000;
-  for (;;) {
-    const page = await (await fetch(`${url}/metrics`)).text();
-    const busy = page.match(/^weft:num_requests_(running|waiting)\S* [^0\s].*$/gm);
-    if (busy === null) return;
-    if (Date.now() > end) throw new Error(`requests go on: ${busy}`);
-    await new Promise((resume) => setTimeout(resume, 100));
-  }
+  await untilIdle(url);
 }
 
 for (const check of [first, tools, stream, second, cancel]) {

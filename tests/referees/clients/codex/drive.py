@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,10 @@ stream_max_retries = 0
 
 [analytics]
 enabled = false
+
+[mcp_servers.fruit]
+command = {json.dumps(sys.executable)}
+args = [{json.dumps(str(Path(__file__).parent / "fruit_server.py"))}]
 """
 PATCH = "*** Begin Patch\n*** Add File: fruit.txt\n+mauve plum\n*** End Patch"
 SHOW = "cat fruit.txt"
@@ -74,16 +79,23 @@ def first() -> None:
 
 
 def tools() -> None:
-    """An image and a command; then a patch, by the tool with a grammar of its own."""
+    """An image, a command, a tool of an MCP server; then a patch by a grammar, and that tool again.
+
+    The model of the catalog patches by a grammar, and has to search for tools of MCP servers.
+    """
     picture = Path("picture.png").absolute()
     picture.write_bytes(base64.b64decode(checks.PNG))
     look = checks.call("view_image", path=str(picture))
     lines = [look, checks.call("exec_command", cmd="echo mau$((1))ve")]
     checks.expect("mau1ve", result(run("\n".join(lines))))
+    fruit = checks.call("mcp__fruit__colour_of", fruit="plum")
+    checks.expect(checks.COLOUR, result(run(fruit)))
     if checks.KNOWN:  # its prompt is long
         lines = [checks.call("apply_patch", input=PATCH), checks.call("exec_command", cmd=SHOW)]
         given = ["-c", f"model_catalog_json={json.dumps(str(catalog()))}"]
         checks.expect("mauve plum", result(run(*given, "\n".join(lines))))
+        lines = [checks.call("tool_search", query="colour of a fruit"), fruit]
+        checks.expect(checks.COLOUR, result(run(*given, "\n".join(lines))))
 
 
 def catalog() -> Path:

@@ -3,6 +3,7 @@
 import assert from "node:assert";
 
 const BATCH_MS = 300_000;
+const IDLE_MS = 30_000;
 
 export async function run(...checks) {
   for (const check of checks) {
@@ -32,4 +33,16 @@ export async function all(iterable, most = Infinity) {
   const found = [];
   for await (const item of iterable) if (found.push(item) >= most) break;
   return found;
+}
+
+// Wait until no request is under way at the server.
+export async function untilIdle(url) {
+  const end = Date.now() + IDLE_MS;
+  for (;;) {
+    const page = await (await fetch(`${url}/metrics`)).text();
+    const busy = page.match(/^weft:num_requests_(running|waiting)\S* [^0\s].*$/gm);
+    if (busy === null) return;
+    assert(Date.now() < end, `requests go on: ${busy}`);
+    await new Promise((resume) => setTimeout(resume, 100));
+  }
 }
