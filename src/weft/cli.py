@@ -75,7 +75,10 @@ class _Parser(argparse.ArgumentParser):
             active = getattr(parsed, "parser", self)
             word = unknown[0].split("=")[0]
             flags = [flag for action in active._actions for flag in action.option_strings]
-            active.error(f"unknown argument '{unknown[0]}'.{suggest(word, flags)}")
+            hint = suggest(word, flags) if word.startswith("-") else ""
+            if getattr(parsed, "named", None) == parsed.command:  # the entry of an image has it
+                hint = f" Leave the second '{parsed.command}' out."
+            active.error(f"unknown argument '{unknown[0]}'.{hint}")
         return parsed
 
 

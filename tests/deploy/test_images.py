@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from weft.cli import command_line
+from weft.cli import EXIT_USAGE, command_line
 from weft.core.flags import actions_of
 
 ROOT = Path(__file__).parents[2]
@@ -117,6 +117,16 @@ def test_commands_of_the_images_are_weft_s(dockerfile):
         program, command, *flags = json.loads(words)
         assert program == "weft"
         assert {flag for flag in flags if flag.startswith("-")} <= flags_of(command)
+
+
+def test_a_command_after_that_of_the_image_is_named(dockerfile, capsys):
+    """`docker run weft serve MODEL`."""
+    _, *entry = json.loads(dict(stages(dockerfile)["cpu"])["ENTRYPOINT"])
+    words = [*entry, "serve", "owner/model"]
+    with pytest.raises(SystemExit) as ended:
+        command_line("serve", first=True).parse_args(words)
+    assert ended.value.code == EXIT_USAGE
+    assert "Leave the second 'serve' out" in capsys.readouterr().err
 
 
 def test_the_services_of_compose_keep_the_rules(dockerfile):
