@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from weft import __version__
+from weft.core.addresses import DEFAULT_PORT
 from weft.core.cache_folder import cache_folder
 from weft.core.errors import WeftError
 from weft.core.memory import available_memory, memory_groups, memory_limit
 from weft.core.settings import format_bytes
 from weft.core.topology import this_machine
 
-DEFAULT_PORT = 8000
 LITTLE_MEMORY, LITTLE_DISK = 2 * 2**30, 5 * 2**30
 FEW_FILES = 8192  # that a server may open: connections, and what it stores
 FOR_WEIGHTS = 0.6  # of the free memory; the rest is for KV, and other programs

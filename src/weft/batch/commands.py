@@ -14,8 +14,9 @@ from weft.batch.follow import ENDED, follow
 from weft.batch.lines import parse_line
 from weft.batch.options import errors_beside
 from weft.batch.records import time_of_day
+from weft.core.addresses import DEFAULT_URL
 from weft.core.errors import ConfigError, ParameterError, WeftError
-from weft.core.flags import DEFAULT_URL, add_server
+from weft.core.flags import add_server
 
 FIRST_BYTES = 64 * 2**20  # in which the first line is looked for
 SHOWN_ERRORS = 10

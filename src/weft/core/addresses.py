@@ -9,6 +9,9 @@ from typing import Any
 
 from weft.core.errors import ConfigError, short
 
+DEFAULT_PORT = 8000  # of a server
+DEFAULT_URL = f"http://127.0.0.1:{DEFAULT_PORT}"
+
 
 def parse_address(text: str, param: str | None = None) -> tuple[str, int]:
     """Return host and port of ``HOST:PORT`` or ``[IPV6]:PORT``. Raises ConfigError."""

@@ -7,6 +7,7 @@ import os
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
+from weft.core.addresses import DEFAULT_URL
 from weft.core.errors import ConfigError, WeftError, suggest
 from weft.core.settings import Setting, load_config_file, settings_of
 
@@ -14,7 +15,6 @@ from weft.core.settings import Setting, load_config_file, settings_of
 NOT_ON_COMMAND_LINE = frozenset({"classes", "logit_bias", "bad_token_sequences"})
 EVERYDAY = "everyday settings"
 HELP_ALL = "--help-all"
-DEFAULT_URL = "http://127.0.0.1:8000"  # of a server
 
 
 def add_settings(

@@ -9,6 +9,7 @@ from typing import Any
 
 from weft.batch.promotion import PROMOTIONS
 from weft.batch.webhook_settings import WebhookSettings
+from weft.core.addresses import DEFAULT_PORT
 from weft.core.errors import ConfigError
 from weft.core.settings import check_settings, config_errors, setting
 from weft.server.keyfile import read_keys
@@ -35,7 +36,7 @@ class ServerOptions:
         "str", "127.0.0.1", "address to listen on; 0.0.0.0 for every network", everyday=True
     )
     port: int = setting(
-        "int", 8000, "TCP port; 0 takes a free one", low=0, high=65535, everyday=True
+        "int", DEFAULT_PORT, "TCP port; 0 takes a free one", low=0, high=65535, everyday=True
     )
     uds: str | None = setting("path", None, "Unix socket to listen on instead of a TCP port")
     root_path: str = setting("str", "", "path prefix that a proxy in front of the server strips")
