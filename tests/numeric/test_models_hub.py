@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from live import free_port
 from local_hub import OTHER, TOKEN, Hub, serving_hub
 from weft.core.errors import ModelNotFoundError
 from weft.models.hub import choose_gguf, resolve_model
@@ -79,6 +80,16 @@ def test_token(hub, tmp_path, monkeypatch) -> None:
     folder = resolve_model("owner/gated", cache_dir=tmp_path / "b", endpoint=hub.url)
     assert "config.json" in names(folder)
     assert hub.tokens == {None, TOKEN}
+
+
+def test_what_is_kept_is_found_while_the_hub_is_away(hub, tmp_path) -> None:
+    kept = resolve_model("owner/gguf:Q8_0", cache_dir=tmp_path, endpoint=hub.url)
+    away = {"cache_dir": tmp_path, "endpoint": f"http://127.0.0.1:{free_port()}"}
+    assert resolve_model("owner/gguf:Q8_0", **away) == kept
+    with pytest.raises(ModelNotFoundError, match=r"'Q4_K_M'; its files: m-Q8_0\.gguf"):
+        resolve_model("owner/gguf:Q4_K_M", **away)
+    with pytest.raises(ModelNotFoundError, match="try again or give a folder"):
+        resolve_model("owner/none:Q4_K_M", **away)
 
 
 def test_offline_uses_the_cache_and_nothing_else(hub, tmp_path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -149,17 +149,35 @@ def _with_config(folder: Path, name: str) -> Path:
 
 
 def _listed(repository: str, name: str, options: dict[str, Any]) -> list[str]:
-    """Return the names of a repository's GGUF models; offline, of those that are kept."""
+    """Return the names of a repository's GGUF models.
+
+    Offline, or where the hub cannot be reached, those that are kept.
+    """
     from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     if _is_offline(options):
-        folder = _download(repository, options, name=name, patterns=[NOTHING])
-        files = [path.relative_to(folder).as_posix() for path in folder.rglob(f"*{SUFFIX}")]
+        files = _kept(repository, name, options)
     else:
         api = HfApi(endpoint=options["endpoint"], token=options["token"])
         with _refused(name, options):
-            files = api.list_repo_files(repository, revision=options["revision"])
+            try:
+                files = api.list_repo_files(repository, revision=options["revision"])
+            except (HfHubHTTPError, HFValidationError):  # the hub answers
+                raise
+            except Exception:
+                files = []
+                with suppress(ModelNotFoundError):
+                    files = _kept(repository, name, {**options, "local_files_only": True})
+                if not files:
+                    raise
     return [file for file in files if file.endswith(SUFFIX) and not OTHER_PARTS.search(file)]
+
+
+def _kept(repository: str, name: str, options: dict[str, Any]) -> list[str]:
+    """Return the names of a repository's GGUF files that the cache has."""
+    folder = _download(repository, options, name=name, patterns=[NOTHING])
+    return [path.relative_to(folder).as_posix() for path in folder.rglob(f"*{SUFFIX}")]
 
 
 def _download(
