@@ -35,6 +35,7 @@ READING_ORDER = (  # a folder stands before those below it that are not named he
     "src/weft/exec",
     "src/weft/engine",
     "src/weft",
+    "src/weft/chat",
     "src/weft/sim",
     "src/weft/bench",
     "tools",

@@ -23,15 +23,12 @@ try:
         HELP_ALL,
         add_model,
         add_models,
-        add_server,
-        add_setting,
         add_settings,
         given_settings,
         hide_rare,
-        named_model,
     )
     from weft.core.logs import NOTICES, log_level
-    from weft.core.settings import Setting, settings_of
+    from weft.core.settings import settings_of
     from weft.core.types import SamplingParams
 except KeyboardInterrupt:  # Ctrl-C before main() can catch it
     raise SystemExit(130) from None
@@ -49,7 +46,7 @@ INTRODUCTION = """weft serves large language models on a machine of your own.
 
   weft serve Qwen/Qwen3-0.6B    fetch a model and serve it on http://127.0.0.1:8000
   weft serve ./model.gguf       serve a file, or a folder, that you have
-  weft chat                     talk to the model that is served
+  weft chat                     talk to it, or to the built-in model if none is served
   weft status                   what a running server does
   weft models                   the models on this machine; fetch and remove some
   weft doctor                   check this machine, and say what to do
@@ -162,8 +159,8 @@ def _commands() -> dict[str, tuple[Declare, str, str | None]]:
             "[MODEL ...] [settings]",
         ),
         "chat": (
-            _chat_args,
-            "talk to a server in the terminal",
+            _of_module("weft.chat.command"),
+            "talk to a model in the terminal; starts a server if none is there",
             "[MODEL] [--url URL] [settings]",
         ),
         "status": (
@@ -279,22 +276,6 @@ def _serve_args(serve: argparse.ArgumentParser) -> None:
     add_settings(serve, "server", ServerOptions)
 
 
-def _chat_args(chat: argparse.ArgumentParser) -> None:
-    chat.set_defaults(run=_chat, parser=chat)
-    named = "name of the model; the server's first one by default"
-    chat.add_argument("named", nargs="?", metavar="MODEL", help=named)
-    add_server(chat)
-    chat.add_argument("--model", default=argparse.SUPPRESS, help="the same")
-    chat.add_argument("--system", help="the system message")
-    group = chat.add_argument_group("sampling settings")
-    for declared in _chat_sampling():
-        add_setting(group, declared)
-
-
-def _chat_sampling() -> list[Setting]:
-    return [declared for declared in settings_of(SamplingParams).values() if declared.everyday]
-
-
 def _batch_args(batch: argparse.ArgumentParser) -> None:
     from weft.batch.options import BatchOptions
 
@@ -393,7 +374,7 @@ def _generate(options: dict[str, Any]) -> int:
         return generate_stream(llm, options["prompt"], params, options)
 
 
-# -- serve, batch and chat -------------------------------------------------------------------------
+# -- serve and batch ------------------------------------------------------------------------------
 
 
 def _serve(options: dict[str, Any]) -> int:
@@ -442,15 +423,6 @@ def _batch(options: dict[str, Any]) -> int:
 
     batch_settings, engine_settings = given_settings(options, BatchOptions, EngineConfig)
     return run_batch(options["input"], BatchOptions(**batch_settings), engine_settings)
-
-
-def _chat(options: dict[str, Any]) -> int:
-    from weft.chat import ChatClient, run_chat
-
-    sampling = [declared.name for declared in _chat_sampling()]
-    settings = {name: options[name] for name in sampling if name in options}
-    client = ChatClient(options["url"], named_model(options), options["api_key"], settings)
-    return run_chat(client, options["system"])
 
 
 def _attend(options: dict[str, Any]) -> int:

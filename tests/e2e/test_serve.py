@@ -139,28 +139,6 @@ def test_server_info_names_the_kernels(server):
     assert "paged_attention" in json.dumps(info)
 
 
-def test_chat_in_the_terminal(server):
-    done = subprocess.run(
-        [*WEFT, "chat", "--url", server.url, "--max-tokens", "8", "--temperature", "0"],
-        input="/system Be brief.\nWhat is a list?\n/reset\n/nonsense\nhello\n/quit\n",
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("tokens/s") == 2
-    assert "system message is set" in done.stdout
-    assert "Unknown command /nonsense" in done.stdout
-
-
-def test_chat_without_a_server_says_what_to_do():
-    done = subprocess.run(
-        [*WEFT, "chat", "--url", f"http://127.0.0.1:{free_port()}"],
-        capture_output=True, text=True, timeout=60, check=False, input="",
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert "weft serve" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_a_port_in_use_is_refused_at_once(server):
     port = server.url.rsplit(":", 1)[1]
     done = subprocess.run(

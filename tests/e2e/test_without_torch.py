@@ -59,6 +59,8 @@ def test_a_server_answers_chats_batches_and_benchmarks(tmp_path):
         )  # fmt: skip
         assert chat.returncode == 0, chat.stderr
         assert chat.stdout.strip()
+        done = run("status", "--url", server.url, "--interval-s", "0")
+        assert done.returncode == 0, done.stderr
         body = {"model": "builtin", "messages": [{"role": "user", "content": "one"}]}
         body["max_tokens"] = 12
         schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
@@ -101,6 +103,8 @@ def test_commands_run(tmp_path):
          "--repeats", "1", *FAST],
         ["bench", "kernels", "--only", "linear", "--seconds", "0.001"],
         ["cache", "list"],
+        ["doctor", "--port", "0"],
+        ["models"],
     ):  # fmt: skip
         done = run(*command)
         assert done.returncode == 0, (command, done.stderr)

@@ -195,12 +195,6 @@ class Upload:
         self._fd = -1
 
 
-def default_folder() -> Path:
-    """Where data is kept if no folder is named."""
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state) / "weft"
-
-
 def _make_folder(path: Path) -> None:
     """Make a folder, and those above it, so that they outlive a loss of power."""
     if not path.is_dir():

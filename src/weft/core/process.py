@@ -132,9 +132,9 @@ def die_with(parent_pid: int) -> None:
     threading.Thread(target=_wait_and_exit, args=(parent,), daemon=True).start()
 
 
-def die_with_parent_thread() -> None:
-    """Have the kernel end this process when the thread that started or adopted it ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent_thread(number: int = signal.SIGKILL) -> None:
+    """Have the kernel signal this process when the thread that started or adopted it ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def adopt_orphans() -> None:

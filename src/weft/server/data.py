@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from weft.batch.database import BASE, DataFolderError, reachable
-from weft.batch.folder import StoreLimits, default_folder
+from weft.batch.folder import StoreLimits
 from weft.batch.store import BatchStore
 from weft.core.errors import ConfigError
+from weft.core.state_folder import state_folder
 from weft.server.options import ServerOptions
 
 SWEEP_EVERY_S = 60.0
@@ -22,7 +23,7 @@ Result = TypeVar("Result")
 
 def data_folder(options: ServerOptions) -> Path:
     """Where files and batches are kept."""
-    return default_folder() if options.data_dir is None else Path(options.data_dir)
+    return state_folder() if options.data_dir is None else Path(options.data_dir)
 
 
 def store_limits(options: ServerOptions) -> StoreLimits:
