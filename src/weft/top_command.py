@@ -155,8 +155,8 @@ class TopView:
         yield Text("real ms   ") + Text(_spark([step["ms"] for step in steps], longest))
         predicted = [step["predicted_ms"] for step in steps]
         if any(value is not None for value in predicted):
-            line = _spark([value or 0 for value in predicted], longest)
-            yield Text("predicted ") + Text(line, style="dim")
+            expected = _spark([value or 0 for value in predicted], longest)
+            yield Text("predicted ") + Text(expected, style="dim")
         yield self._legend(steps[-1], colours)
 
     def _legend(self, last: Loom, colours: Mapping[str, str]) -> RenderableType:
@@ -199,7 +199,8 @@ class TopView:
 
 def _most(steps: Seq[Loom]) -> int:
     """Of all steps, the most that one computes: prompt tokens and rows that decode."""
-    return max(sum(step["prefill"].values()) + sum(step["decode"].values()) for step in steps)
+    most: int = max(sum((*step["prefill"].values(), *step["decode"].values())) for step in steps)
+    return most
 
 
 def _column(step: Loom, most: int, colours: Mapping[str, str]) -> list[tuple[str, str]]:

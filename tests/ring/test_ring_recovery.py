@@ -6,6 +6,7 @@ import contextlib
 import random
 import signal
 import struct
+import time
 
 import pytest
 from modelled import VOCAB, info
@@ -370,7 +371,9 @@ def test_the_page_of_a_dead_engine_says_not_ready_and_keeps_its_limits(pair):
     assert before["ready"] == 1
     page.not_ready()
     assert pair.client.info().ready == 0
-    assert page.info() == before | {"ready": 0}
+    died_ns = page.info()["died_ns"]
+    assert 0 < died_ns <= time.monotonic_ns()
+    assert page.info() == before | {"ready": 0, "died_ns": died_ns}
     assert pair.client._ring.engines() == 1
     pair.client.submit([endless(1)], pair.sink)  # it waits for the next engine
     engine = successor(pair)

@@ -34,7 +34,7 @@ from weft.ring.layout import (
     places_of_classes,
 )
 from weft.ring.segment import create_ring
-from weft.ring.step_log import EngineLog
+from weft.ring.step_log import StepWriter
 from weft.sched.registry import fcfs, slo
 from weft.sim.executor import ModelledExecutor
 
@@ -108,7 +108,7 @@ def test_counts_by_class_add_up_to_what_was_computed(policy, count):
     executor = ModelledExecutor(GROUPS, 997)
     names = [row.name for row in classes]
     places, taken = places_of_classes(names), Taken()
-    log = EngineLog(taken, names)
+    log = StepWriter(taken, names)
     prompts, outputs, ends, tokens = Counter(), Counter(), Counter(), Counter()
     of, left = {}, 60
     now = 1.0

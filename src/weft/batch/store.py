@@ -31,7 +31,7 @@ from weft.batch.folder import FileFolder, StorageFullError, StoreLimits, Upload
 from weft.batch.kept_lengths import KeptLengths
 from weft.batch.outbox import Outbox
 from weft.batch.pace import PaceTable
-from weft.batch.pages import Page, read_page
+from weft.batch.pages import Page, RecentBatches, read_page
 from weft.batch.records import (
     BATCH_COLUMNS,
     BATCH_PREFIX,
@@ -61,7 +61,7 @@ class BatchStore:
 
     Attributes:
         outbox: events that they have not confirmed.
-        paces: how fast batches were answered lately.
+        paces, recent: how fast batches were answered lately; those that have not ended long ago.
         lengths: what is known of output lengths.
 
     Raises:
@@ -81,6 +81,7 @@ class BatchStore:
         self._clock = clock
         self._base = open_base(folder / BASE)
         self.paces = PaceTable(self._base, self._writing)
+        self.recent = RecentBatches(self._base)
         self.lengths = KeptLengths(self._base, self._writing, self._now)
         self.outbox = Outbox(self._base, webhook_urls)
         self._seen = -1
@@ -267,9 +268,8 @@ class BatchStore:
         size, now = upload.size, record.created_at
         with self._writing():
             record = judge(record)
-            self._insert_upload(
-                FileRecord(upload.id, owner, MESSAGES_IN, upload.id, size, now, None)
-            )
+            sent = FileRecord(upload.id, owner, MESSAGES_IN, upload.id, size, now, None)
+            self._insert_upload(sent)
             self._insert_batch(record)
         points.reached("batch created")
         upload.close()
@@ -314,15 +314,6 @@ class BatchStore:
         page = read_page(self._base, "batches", where, values, before, limit, False)
         return Page(page.records[::-1], page.has_more)
 
-    def recent_batches(self, owner: bytes | None, since: int, most: int) -> Page:
-        """Batches that have not ended, or not before ``since``, the newest first.
-
-        Args:
-            owner: whose they are; None for everybody's.
-        """
-        where = f"(? IS NULL OR owner = ?) AND (status IN {OPEN} OR {_ENDED} >= ?)"
-        return read_page(self._base, "batches", where, (owner, owner, since), None, most)
-
     def delete_batch(self, owner: bytes, batch_id: str) -> None:
         """Forget a batch that has ended, and its results.
 
@@ -355,10 +346,10 @@ class BatchStore:
                 message = f"The batch cannot be cancelled any more: it is '{found.status}'."
                 raise BatchOverError(message, param="batch_id")
             if found.status in ("validating", "in_progress"):
-                self._base.execute(
-                    "UPDATE batches SET status = 'cancelling', cancelling_at = ? WHERE id = ?",
-                    (self._now(), batch_id),
+                statement = (
+                    "UPDATE batches SET status = 'cancelling', cancelling_at = ? WHERE id = ?"
                 )
+                self._base.execute(statement, (self._now(), batch_id))
         points.reached("batch cancelling")
         ring_bell(self._folder)
         return self.batch(owner, batch_id)
@@ -488,7 +479,6 @@ class BatchStore:
             yield
 
 
-_ENDED = "COALESCE(completed_at, failed_at, expired_at, cancelled_at, 0)"
 _FILE, _BATCH = ", ".join(FILE_COLUMNS), ", ".join(BATCH_COLUMNS)
 _FRESH = (
     f"purpose NOT IN {HIDDEN} AND (expires_at IS NULL OR expires_at > ? OR "

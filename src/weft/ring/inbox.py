@@ -30,8 +30,9 @@ from weft.ring.codec import SAMPLING, pack_logprob, unpack_request
 from weft.ring.layout import FINISH_OF, REASON_OF, Bell, EngineInfo
 from weft.ring.recover import Quarantine
 from weft.ring.segment import RingFds, attached
-from weft.ring.step_log import EngineLog
+from weft.ring.step_log import StepWriter
 
+DEFAULT_NAMES = tuple(row.name for row in DEFAULT_CLASSES)
 _NO_PROCESS = (errno.ESRCH, errno.EINVAL)  # it has ended, or its number is corrupt
 
 
@@ -57,14 +58,14 @@ class RingInbox:
         rings: Seq[RingFds],
         *,
         vocab_size: int | None = None,
-        classes: Seq[str] = tuple(row.name for row in DEFAULT_CLASSES),
+        classes: Seq[str] = DEFAULT_NAMES,
         max_crashes: int = 3,
         spin_s: float = 50e-6,
     ) -> None:
         with attached():
             self._engine = _native.Engine([(fds.memory, fds.wake) for fds in rings], SAMPLING)
         self._outlet = self._engine.outlet()
-        self._log = EngineLog(self._engine, classes)
+        self._log = StepWriter(self._engine, classes)
         self.closed = False
         self._vocab_size = vocab_size
         self._quarantine = Quarantine(self._engine, max_crashes)

@@ -259,11 +259,22 @@ class LoggedStep:
     @classmethod
     def read(cls, number: int, values: Seq[int], ahead_ns: int = 0) -> LoggedStep:
         """Make one of the values of an entry, on a clock that is behind the engine's."""
-        classes = -2 * COUNTED_CLASSES
-        engine, step, began_ns, ended_ns, *others = values[:classes]
-        prefill, decode = tuple(values[classes:-COUNTED_CLASSES]), tuple(values[-COUNTED_CLASSES:])
+        engine, step, began_ns, ended_ns, predicted_ns, steps, split, drafts, host_tokens = values[
+            : -2 * COUNTED_CLASSES
+        ]
         return cls(
-            number, engine, step, began_ns - ahead_ns, ended_ns - ahead_ns, *others, prefill, decode
+            number,
+            engine,
+            step,
+            began_ns - ahead_ns,
+            ended_ns - ahead_ns,
+            predicted_ns,
+            steps,
+            split,
+            drafts,
+            host_tokens,
+            prefill=tuple(values[-2 * COUNTED_CLASSES : -COUNTED_CLASSES]),
+            decode=tuple(values[-COUNTED_CLASSES:]),
         )
 
 

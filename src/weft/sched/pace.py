@@ -180,7 +180,7 @@ class Pace:
         carries: bool = False,
         moves: bool = False,
         beside_s: float = 0.0,
-    ) -> None:
+    ) -> float:
         """A step starts now, or when those that were launched before it have ended.
 
         Args:
@@ -189,10 +189,14 @@ class Pace:
             carries: whether it carries piggybacked rows.
             moves: whether it moves KV.
             beside_s: of the prediction, the part that is of piggybacked rows.
+
+        Returns:
+            Seconds that it will take, as far as recent steps tell.
         """
         self._launched.append(
             LaunchedStep(now, predicted_s, beside_s, self.urgent, computes, carries, moves)
         )
+        return predicted_s * self.correction
 
     def collected(self, now: float, *, leased: bool = False) -> float:
         """The oldest launched step has ended; at ``now`` 0 its time is unknown and not recorded.

@@ -267,10 +267,8 @@ class SLOPolicy:
             self._fill(step, begin, now, None)
         if self._is_empty(step):
             return None
-        seconds = step.seconds()
-        step.predicted_s = seconds * self.pace.correction
-        self.pace.launched(
-            seconds, now, computes=bool(step.rows) or self.part is None,
+        step.predicted_s = self.pace.launched(
+            step.seconds(), now, computes=bool(step.rows) or self.part is None,
             carries=step.carries, moves=self.part is not None and self._memory.moves,
             beside_s=step.beside_s,
         )  # fmt: skip
@@ -292,9 +290,7 @@ class SLOPolicy:
         self._plan_urgent_prompts(step, self._plan_urgent_decodes(step, now))
         if self._is_empty(step):
             return None
-        seconds = step.seconds()
-        step.predicted_s = seconds * self.pace.correction
-        self.pace.launched(seconds, now)
+        step.predicted_s = self.pace.launched(step.seconds(), now)
         return step
 
     def _new_step(self, limit_s: float) -> TimedBatch:

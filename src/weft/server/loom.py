@@ -258,13 +258,12 @@ class Loom:
         now = time.time()
         owner = None if viewer.sees_all else viewer.owner
         try:
-            page = await self._data.run(
-                lambda store: store.recent_batches(owner, int(now - ENDED_S), MOST_BATCHES)
+            records = await self._data.run(
+                lambda store: store.recent.read(owner, int(now - ENDED_S), MOST_BATCHES)
             )
         except WeftError:
             return None
-        found = (record for record in page.records if isinstance(record, BatchRecord))
-        return [_batch_object(record, viewer.owner, now) for record in found]
+        return [_batch_object(record, viewer.owner, now) for record in records]
 
 
 class _LoomStream(Response):
