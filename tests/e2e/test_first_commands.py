@@ -151,6 +151,7 @@ def test_a_model_of_the_hub_from_its_download_to_its_removal(call, fresh):
         said = server.errors.read_text().splitlines()
         order = ["downloading owner/tiny from the hub", "loading owner/tiny", "packing the weights",
                  "KV cache of 32.00 MiB", "scheduling by fcfs", "classes: priority: first token in",
+                 f"the page with chat and live view: {server.url}/",
                  f"serving owner/tiny on {server.url}"]  # fmt: skip
         found = [[word in line for line in said].index(True) for word in order]
         assert found == sorted(found), said

@@ -78,7 +78,6 @@ def page_headers() -> dict[str, str]:
     return {
         "content-security-policy": "; ".join(f"{name} {value}" for name, value in rules.items()),
         "cache-control": "no-cache",  # asked for again each time, and answered by 304
-        "cross-origin-opener-policy": "same-origin",
         "cross-origin-resource-policy": "same-origin",
         "permissions-policy": "camera=(), geolocation=(), microphone=()",
         "referrer-policy": "no-referrer",

@@ -66,11 +66,13 @@ class Chats extends Observed {
   /** Answer again from a message on: the answer at `index`, or the one that follows a question. */
   async retry(index) {
     const chat = this.open;
+    if (this.isRunning(chat)) return;
     chat.messages.length = chat.messages[index].role === "assistant" ? index : index + 1;
     await this.#answer(chat);
   }
 
   async edit(index, content) {
+    if (this.isRunning(this.open)) return; // an answer was asked for while the text was edited
     this.open.messages[index].content = content;
     await this.retry(index);
   }

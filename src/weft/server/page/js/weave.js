@@ -130,7 +130,7 @@ export class Weave {
     pen.textAlign = "left";
     pen.fillStyle = this.#colour("muted");
     pen.fillText("time of each step", LEFT_PX, top - 10);
-    const y = (ms) => bottom - Math.min(1.06, ms / most) * (bottom - top);
+    const y = (ms) => bottom - Math.min(1.03, ms / most) * (bottom - top);
     for (const { step, x, width: wide } of columns) {
       pen.fillStyle = this.#colour("bar");
       pen.fillRect(x, y(step.ms), wide, bottom - y(step.ms));
