@@ -126,8 +126,10 @@ def test_a_file_that_is_no_conversation(tmp_path, text, words):
     path.write_text(text)
     with pytest.raises(ConfigError, match=words):
         load(path)
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="There is no file"):
         load(tmp_path / "none.json")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(tmp_path)
 
 
 def test_the_history_is_bounded_private_and_survives_damage(tmp_path):

@@ -83,8 +83,8 @@ def test_answers_commands_and_the_end(server, state, tmp_path):
         user.wait_for("temperature must be")
         user.send("/class")
         user.wait_for("says nothing of service classes")
-        user.send("/help")
-        user.wait_for("/quit")
+        user.send("help")
+        user.wait_for("/quit end the chat")
 
         file = tmp_path / "kept.json"
         user.send(f"/save {file}")
@@ -115,14 +115,14 @@ def test_answers_commands_and_the_end(server, state, tmp_path):
         assert [text for _, text in server.asked] == [
             "Be brief.", "hi there", "Third.", "more", "Fourth.", "/not a command",
         ]  # fmt: skip
-        user.send("/quit")
+        user.send("exit")
         assert user.ended() == 0
     history = state / "history.jsonl"
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
     assert json.loads(history.read_text().splitlines()[0]) == "hi"
     with chatting("--url", server.url) as user:
         user.wait_for_line()
-        user.type(UP + UP)
+        user.type(UP + UP)  # past the word that has ended it
         user.wait_until(lambda: user.line() == ">  /not a command")
         user.type(CTRL_C)
         user.wait_for_line()

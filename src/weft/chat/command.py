@@ -57,6 +57,7 @@ def run_chat(options: Mapping[str, Any]) -> int:
         ConfigError: an argument is wrong, or standard input has no message.
         WeftError: there is no server, and none can be started, or an answer has failed.
     """
+    named_model(options)  # wrong use is told before a message is read
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     usage = interactive if options["usage"] is None else options["usage"]
     sampling = {name: options[name] for name in sampling_settings() if name in options}

@@ -24,6 +24,8 @@ KEYS = {
     "Ctrl-C": "stops an answer; clears what you write",
     "Ctrl-D": "ends the chat",
 }
+# What other programs have users type to leave them, or for help.
+ALSO = dict.fromkeys(("exit", "quit", "/exit", "/bye"), "/quit") | {"help": "/help", "/?": "/help"}
 NONE = "none"
 USUAL = "usual"
 

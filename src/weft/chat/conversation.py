@@ -151,6 +151,8 @@ def load(path: Path) -> tuple[Conversation, str]:
     def refuse(message: str) -> ConfigError:
         return ConfigError(message.replace("; download the file again", ""))
 
+    if not path.exists():
+        raise refuse(f"There is no file '{path}'.")
     try:
         value = json.loads(read_text(path, refuse, MOST_BYTES))
     except (ValueError, RecursionError) as error:

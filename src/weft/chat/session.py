@@ -18,7 +18,7 @@ from typing import Any
 
 from weft.chat.asking import AskSettings, StreamedAnswer, call_words
 from weft.chat.client import ChatClient, UsableClass
-from weft.chat.commands import COMMANDS, run_command, words_after
+from weft.chat.commands import ALSO, COMMANDS, run_command, words_after
 from weft.chat.conversation import Conversation, Message, answered
 from weft.chat.line import ChatCompleter, InputLine, without_quotes
 from weft.chat.screen import Screen
@@ -87,6 +87,7 @@ class ChatSession:
 
     async def _take(self, text: str) -> None:
         """Do what the user has written."""
+        text = ALSO.get(text.rstrip(), text)
         if text.startswith("/"):
             self.replaces = False
             try:
