@@ -228,6 +228,9 @@ def test_administrators_let_models_sleep_and_requests_wake_them(tmp_path, keys):
         assert len(engines(server)) == 1
         assert awake - memory_of(server) > 20 * 2**20
         assert tokens_of(ask(server, "a", 50)) == before
+        counted = {"model": "b", "prompt": "hello"}
+        counting = httpx.post(f"{server.url}/tokenize", json=counted, headers=ADMIN)
+        assert counting.status_code == 200
         assert states(server) == {"a": "awake", "b": "asleep"}
         assert tokens_of(ask(server, "b", 50)) == before
         assert states(server)["b"] == "awake"

@@ -42,13 +42,17 @@ from weft.server.service import DisconnectedError
 from weft.server.targets import PATH as TARGETS
 
 ORDERS = {"/v1/models/load": LOAD, "/v1/models/unload": UNLOAD}
+# Requests that an engine has to answer.
+WAKING = frozenset({
+    *(("POST", row.path) for row in ENDPOINTS.values()),
+    *(("POST", "/v1/responses"), ("POST", "/api/pull"), ("PUT", TARGETS)),
+})  # fmt: skip
 # Paths whose bodies name a model.
 NAMING = frozenset({
-    *(row.path for row in ENDPOINTS.values()),
-    *("/v1/responses", "/v1/responses/input_tokens", "/v1/messages/count_tokens"),
-    *("/tokenize", "/detokenize", "/api/show", "/api/pull"),
+    *(path for method, path in WAKING if method == "POST"),
+    *("/v1/responses/input_tokens", "/v1/messages/count_tokens"),
+    *("/tokenize", "/detokenize", "/api/show"),
 })  # fmt: skip
-WAKING = {("PUT", TARGETS)}  # other requests that an engine has to answer
 FIRST_LINE_BYTES = 2**20  # of a file of a batch, in which its model is looked for
 
 
@@ -125,8 +129,8 @@ class _Handlers:
         if method == "POST" and path in (*NAMING, BATCHES):
             body = await read_body(Request(scope, receive), self._options)
             receive = _replayed(body, receive)
-            wakes = path in NAMING
-            model = self._model_in(body) if wakes else await self._model_of_batch(body)
+            in_body = path in NAMING
+            model = self._model_in(body) if in_body else await self._model_of_batch(body)
         else:
             named = Request(scope).query_params.get("model")
             model = self._models.find(named) if named else self._models.known()
