@@ -6,10 +6,11 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from test_api_responses import USER, answer_of, body_of, events_in, messages, stream_of, updates_of
 
-from weft.api import Builder, Notes
+from weft.api import Builder, Job, Notes
 from weft.api.response_answers import ResponseCollector, ResponseWriter
 from weft.api.response_events import replay
 from weft.api.response_items import messages_of, read_items
@@ -191,3 +192,10 @@ def test_wrong_tools_are_named(builder, fields, param):
     with pytest.raises(WeftError) as caught:
         answer_of(builder, ResponseCollector, **fields)
     assert caught.value.param == param
+
+
+def test_another_process_that_goes_on_with_a_response_shows_its_calls_alike(builder):
+    job, _ = answer_of(builder, ResponseCollector, tools=[FILES, SEARCH])
+    kept = msgspec.msgpack.decode(msgspec.msgpack.encode(job), type=Job)
+    assert kept.shown_calls == job.shown_calls
+    assert kept.shown_calls["mcp__files__read"].namespace == "mcp__files"

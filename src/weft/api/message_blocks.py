@@ -40,10 +40,10 @@ SYSTEM_BLOCKS: Kinds = {
 }
 USER_BLOCKS: Kinds = {
     **TEXT_BLOCKS,
-    "compaction": Compaction,
     "tool_result": ToolResult,
     "document": Document,
     "search_result": SearchResult,
+    "compaction": Compaction,
 }
 RESULT_BLOCKS: Kinds = {
     **TEXT_BLOCKS,
