@@ -134,6 +134,9 @@ async function key(browser) {
   await page.reload();
   await page.getByText("Known.", { exact: true }).first().waitFor();
   assert.equal(await dialog.count(), 0);
+  await page.getByRole("link", { name: "Loom", exact: true }).click();
+  await page.getByRole("alert").filter({ hasText: "is for the keys that" }).waitFor();
+  await page.locator(".drop").waitFor(); // who may not see the loom may have batches
   return [page];
 }
 

@@ -39,6 +39,7 @@ LIMIT_S = 300.0
 KEYS = """\
 keys:
   - {name: reader, key: the-right-key, classes: [interactive, flex]}
+  - {name: operator, key: another-key}
 """
 
 
@@ -105,7 +106,8 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         (folder / "keys.yaml").write_text(KEYS)
         script = stack.enter_context(script_server(reasoning_parser="think"))
-        keyed = stack.enter_context(script_server(api_key_file=str(folder / "keys.yaml")))
+        guarded = {"api_key_file": str(folder / "keys.yaml"), "metrics_key": ("operator",)}
+        keyed = stack.enter_context(script_server(data_dir=str(folder / "keyed"), **guarded))
         server = stack.enter_context(whole_server(folder))
         environment = {
             "WEFT_SCRIPT": script,

@@ -4,6 +4,7 @@ import { getJson, postJson, request } from "./api.js";
 import { Confirm, count, counted, html, saveAs, span } from "./ui.js";
 
 const SHOWN = 20;
+const LOOK_MS = 3000; // for whoever may not see the loom
 const WINDOWS = ["1h", "6h", "24h", "7d"];
 const HEAD_BYTES = 256 * 1024; // in which the first line of a file is looked for
 const ENDED = ["completed", "failed", "expired", "cancelled"];
@@ -21,14 +22,21 @@ function fromApi(batch) {
   };
 }
 
+/** The batches of this key; `live` are those that the loom tells of, null without it. */
 export function BatchPanel({ live }) {
   const [older, setOlder] = useState([]);
   const [trouble, setTrouble] = useState("");
   const look = () => getJson(`v1/batches?limit=${SHOWN}`)
-    .then((page) => setOlder(page.data.map(fromApi)), (error) => setTrouble(error.message));
-  const liveIds = live.map((batch) => batch.id);
-  useEffect(() => void look(), [liveIds.join()]);
-  const rows = [...older.filter((batch) => !liveIds.includes(batch.id)), ...live]
+    .then((page) => { setOlder(page.data.map(fromApi)); setTrouble(""); }, (error) => setTrouble(error.message));
+  const told = live ?? [];
+  const ids = told.map((batch) => batch.id);
+  useEffect(() => void look(), [ids.join()]);
+  useEffect(() => {
+    if (live) return undefined;
+    const timer = setInterval(look, LOOK_MS);
+    return () => clearInterval(timer);
+  }, [live === null]);
+  const rows = [...older.filter((batch) => !ids.includes(batch.id)), ...told]
     .sort((a, b) => b.created_at - a.created_at).slice(0, SHOWN);
   return html`<section aria-labelledby="batches" class="batches">
     <h2 id="batches">Batches</h2>

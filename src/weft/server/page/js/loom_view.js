@@ -22,9 +22,9 @@ export function LoomView() {
     ${latest && html`
       <${Now} feed=${feed} />
       <${Steps} feed=${feed} />
-      <${ClassTable} rows=${latest.classes} />
-      <${BatchPanel} live=${latest.batches} />
-      <${Recoveries} rows=${latest.recoveries} />`}
+      <${ClassTable} rows=${latest.classes} />`}
+    <${BatchPanel} live=${latest?.batches ?? null} />
+    ${latest && html`<${Recoveries} rows=${latest.recoveries} />`}
   </div></main>`;
 }
 
