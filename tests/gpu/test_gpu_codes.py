@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from checkpoints import CASES, prompt, randomise, save
 from served import Truth, opened, serve, told
 from test_models_blocks import FINE, MX, compressed, fine, mx_experts, refereed, restacked
@@ -51,7 +50,7 @@ def source(folder: Path, case: str) -> Path:
         if hasattr(config, key):
             setattr(config, key, value)
     config._attn_implementation = "eager"
-    model = getattr(transformers, CASES[case].architecture)(config).eval().requires_grad_(False)
+    model = CASES[case].model(config)
     randomise(model, 0)
     return save(model, folder)
 

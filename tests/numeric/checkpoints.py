@@ -32,6 +32,13 @@ class Case:
     architecture: str
     config: Callable[[], Any]
     max_model_len: int | None = None
+    computed_by: str = ""  # the class in transformers, where it has another name
+
+    def model(self, config: Any) -> Any:
+        """Return a reference model; ``save`` writes it under the name of the architecture."""
+        made = getattr(transformers, self.computed_by or self.architecture)(config)
+        made.saved_as = self.architecture
+        return made.eval().requires_grad_(False)
 
 
 def _sizes(**more: Any) -> dict[str, Any]:
@@ -48,10 +55,17 @@ def _sizes(**more: Any) -> dict[str, Any]:
     return sizes | more
 
 
-def _case(architecture: str, config: str, max_model_len: int | None = None, **values: Any) -> Case:
-    return Case(
-        architecture, lambda: getattr(transformers, config)(**_sizes(**values)), max_model_len
-    )
+def _case(
+    architecture: str,
+    config: str,
+    max_model_len: int | None = None,
+    computed_by: str = "",
+    **values: Any,
+) -> Case:
+    def made() -> Any:
+        return getattr(transformers, config)(**_sizes(**values))
+
+    return Case(architecture, made, max_model_len, computed_by)
 
 
 def _rope(kind: str, **values: Any) -> dict[str, Any]:
@@ -65,7 +79,8 @@ LLAMA3_ROPE = _rope(
     high_freq_factor=4.0,
     original_max_position_embeddings=64,
 )
-LAYERS_2_1 = ["sliding_attention", "sliding_attention", "full_attention"]
+FULL, SLIDING = "full_attention", "sliding_attention"
+LAYERS_2_1 = [SLIDING, SLIDING, FULL]
 
 
 def _longrope(rotary_dim: int) -> dict[str, Any]:
@@ -99,6 +114,23 @@ def _muse(**values: Any) -> Case:
         lambda: transformers.MuseGlimmerConfig(
             text_config=text, tie_word_embeddings=text.get("tie_word_embeddings", False), **towers
         ),
+    )
+
+
+def _step(**values: Any) -> Case:
+    """Step 3.7 with a vision tower of hardly any size."""
+    vision = {"width": 16, "layers": 1, "heads": 2, "image_size": 28, "mlp_ratio": 1.0}
+    text = _sizes(
+        pad_token_id=0,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        share_expert_dim=40,
+        **values,
+    )
+    return Case(
+        "Step3p7ForConditionalGeneration",
+        lambda: transformers.Step3p7Config(text_config=dict(text), vision_config=dict(vision)),
     )
 
 
@@ -485,6 +517,65 @@ CASES: dict[str, Case] = (
             attention_bias=True,
             tie_word_embeddings=True,
         ),
+        "step": _step(
+            num_hidden_layers=4,
+            head_dim=16,
+            num_sliding_attention_heads=8,
+            layer_types=[FULL, SLIDING, SLIDING, FULL],
+            sliding_window=24,
+            moe_layers_enum="1,2,3",
+            moe_router_scaling_factor=3.0,
+            swiglu_limits=[0.0, 0.05, None, 0.1],
+            swiglu_limits_shared=[0.1, 0.0, 0.05, 0.0],
+            rope_theta=[50_000.0, 10_000.0, 10_000.0, 50_000.0],
+            partial_rotary_factors=[0.5, 1.0, 1.0, 0.5],
+            rope_scaling={key: LLAMA3_ROPE[key] for key in LLAMA3_ROPE if key != "rope_theta"},
+        ),
+        "step-dense-last": _step(
+            head_dim=24,
+            num_key_value_heads=1,
+            layer_types=LAYERS_2_1,
+            num_sliding_attention_heads=8,
+            sliding_window=40,
+            mlp_layer_types=["sparse", "sparse", "dense"],
+            swiglu_limits_shared=[0.0, 0.05, 0.1],
+            attention_bias=True,
+            query_pre_attn_scalar=20,
+        ),
+        "gemma": _case("GemmaForCausalLM", "GemmaConfig", head_dim=24, num_key_value_heads=1),
+        "arcee": _case("ArceeForCausalLM", "ArceeConfig", attention_bias=True, mlp_bias=True),
+        "cwm": _case(
+            "CwmForCausalLM",
+            "CwmConfig",
+            num_hidden_layers=5,
+            head_dim=16,
+            sliding_window=24,
+            rope_parameters=LLAMA3_ROPE,
+        ),
+        "helium": _case("HeliumForCausalLM", "HeliumConfig", head_dim=16, attention_bias=True),
+        "hyperclovax": _case(
+            "HyperCLOVAXForCausalLM",
+            "HyperCLOVAXConfig",
+            attention_multiplier=0.2,
+            embedding_multiplier=6.0,
+            residual_multiplier=0.4,
+            logits_scaling=0.5,
+        ),
+        "mellum": _case(
+            "MellumForCausalLM",
+            "MellumConfig",
+            head_dim=16,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            sliding_window=24,
+            layer_types=LAYERS_2_1,
+            mlp_layer_types=["sparse", "dense", "sparse"],
+            rope_parameters={
+                "full_attention": _rope("yarn", factor=4.0, original_max_position_embeddings=64),
+                "sliding_attention": _rope("default"),
+            },
+        ),
         "gemma4-moe-key-is-value": _gemma4(
             hidden_size_per_layer_input=0,
             attention_k_eq_v=True,
@@ -547,7 +638,7 @@ def build(name: str, seed: int = 0) -> Any:
     case = CASES[name]
     config = case.config()
     config._attn_implementation = "eager"
-    model = getattr(transformers, case.architecture)(config).eval().requires_grad_(False)
+    model = case.model(config)
     randomise(model, seed)
     return model
 
@@ -555,6 +646,8 @@ def build(name: str, seed: int = 0) -> Any:
 def save(model: Any, folder: Path, **options: Any) -> Path:
     """Write a reference model as a checkpoint folder."""
     model.save_pretrained(folder, **options)
+    if hasattr(model, "saved_as"):
+        edit_config(folder, architectures=[model.saved_as])
     return folder
 
 

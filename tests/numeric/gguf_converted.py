@@ -134,9 +134,22 @@ KEYS |= {
         "attention.q_lora_rank": "q_lora_rank",
     },
 }
+KEYS["bailingmoe2"] = {**DEEPSEEK, "expert_shared_feed_forward_length": "moe_intermediate_size"}
+KEYS["step35"] = {
+    **WINDOW,
+    "expert_shared_feed_forward_length": "share_expert_dim",
+    "expert_weights_scale": "moe_router_scaling_factor",
+}
 KEYS["cohere2"] = {**KEYS["command-r"], **WINDOW}
-PAIRED = ("llama", "mistral3", "granite", "nemotron")  # whose rows of Q and K change places
-PARTIAL = ("glm4moe", "qwen3next", "qwen35", "qwen35moe", "minimax-m2")
+PAIRED = (
+    "llama",
+    "mistral3",
+    "granite",
+    "nemotron",
+    "arcee",
+)  # whose rows of Q and K change places
+PLUS_ONE = ("qwen3next", "qwen35", "step35")  # whose norms have the 1 that models add
+PARTIAL = ("glm4moe", "qwen3next", "qwen35", "qwen35moe", "minimax-m2", "bailingmoe2")
 
 
 def metadata(arch: str, config: Config) -> dict[str, Any]:
@@ -154,7 +167,7 @@ def metadata(arch: str, config: Config) -> dict[str, Any]:
         values["rope.freq_base"] = float(main["rope_theta"])
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     if arch in PARTIAL:
-        default = {"glm4moe": 0.5, "minimax-m2": 1.0}.get(arch, 0.25)
+        default = {"glm4moe": 0.5, "minimax-m2": 1.0, "bailingmoe2": 1.0}.get(arch, 0.25)
         part = main.get("partial_rotary_factor", default)
         values["rope.dimension_count"] = int(head_dim * part)
     if main.get("rope_type") == "yarn":
@@ -184,7 +197,7 @@ def metadata(arch: str, config: Config) -> dict[str, Any]:
         values["attention.recurrent_layers"] = [kind == "linear_attention" for kind in types]
     if arch.startswith("qwen35"):
         values["rope.dimension_sections"] = [11, 11, 10, 0]
-    if arch in ("glm4moe", "lfm2moe"):
+    if arch in ("glm4moe", "lfm2moe", "bailingmoe2"):
         values["expert_gating_func"] = 2
     if arch in ("deepseek2", "kimi-linear"):
         values |= _latent(config)
@@ -213,7 +226,27 @@ def metadata(arch: str, config: Config) -> dict[str, Any]:
         values |= _one_op(arch, config)
     if arch == "gemma4":
         values |= _gemma4(config, layers)
+    if arch == "step35":
+        values |= _step(config, types)
     return values
+
+
+def _step(config: Config, types: list[str]) -> dict[str, Any]:
+    sliding = [kind == "sliding_attention" for kind in types]
+    heads = (config["num_attention_heads"], config["num_sliding_attention_heads"])
+    limits = {
+        f"swiglu_clamp_{kind}": [float(limit or 0.0) for limit in config[key] or []] or None
+        for kind, key in (("exp", "swiglu_limits"), ("shexp", "swiglu_limits_shared"))
+    }
+    return {
+        "attention.head_count": [heads[flag] for flag in sliding],
+        "attention.head_count_kv": [config["num_key_value_heads"]] * len(types),
+        "attention.sliding_window_pattern": sliding,
+        "expert_weights_norm": True,
+        "leading_dense_block_count": config["mlp_layer_types"].count("dense"),
+        "moe_every_n_layers": 1,
+        **limits,
+    }
 
 
 def _latent(config: Config) -> dict[str, Any]:
@@ -282,6 +315,7 @@ def _gemma4(config: Config, layers: int) -> dict[str, Any]:
 
 def tensors_of(arch: str, config: Config, folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors under the file's names, as they lie there, but in floats."""
+    config = config.get("text_config", config)
     layers = len(config.get("layers_block_type") or ()) or config["num_hidden_layers"]
     archs = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(archs[arch], layers)
@@ -296,16 +330,33 @@ def tensors_of(arch: str, config: Config, folder: Path) -> Iterator[tuple[str, T
             continue
         if name == "lm_head.weight" and config.get("tie_word_embeddings"):
             continue
+        if name.startswith("vi"):  # of towers
+            continue
         for one, numbers in _parts(arch, config, name, tensor):
             yield _place(names, one), numbers
     for name, each in experts.items():
         yield _place(names, name), np.stack([each[i] for i in range(len(each))])
+    if arch == "step35" and (factors := _llama3_factors(config)) is not None:
+        yield "rope_freqs.weight", factors
     if arch == "gemma4":
         size = next(s.shape[0] for n, s in stored.items() if _is_whole_norm(n, config))
         rope = config["rope_parameters"]["full_attention"]
         rotated = int(size * rope["partial_rotary_factor"] / 2)
         divisors = [1.0] * rotated + [1e30] * (size // 2 - rotated)
         yield "rope_freqs.weight", np.array(divisors, np.float32)
+
+
+def _llama3_factors(config: Config) -> Tensor | None:
+    """Divisors of the frequencies of full layers, if these are scaled; behind them 1."""
+    rope = config["rope_parameters"]["full_attention"]
+    if rope["rope_type"] != "llama3":
+        return None
+    half, rotated = config["head_dim"] // 2, int(config["head_dim"] * rope["partial_rotary_factor"])
+    plain = rope["rope_theta"] ** (-np.arange(0, rotated, 2) / rotated)
+    turns = rope["original_max_position_embeddings"] * plain / (2 * np.pi)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return np.append(1 / (kept + (1 - kept) / rope["factor"]), np.ones(half - rotated // 2))
 
 
 def _is_whole_norm(name: str, config: Config) -> bool:
@@ -322,7 +373,7 @@ def _place(names: gguf.TensorNameMap, name: str) -> str:
             return f"blk.{number}.{DIRECT[short]}"
     name = re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", name)  # of Kimi's dense layers
     name = re.sub(r"(e_score_correction)_bias$", r"\1.bias", name)
-    name = re.sub(r"expert_bias$", "expert_bias.bias", name)
+    name = re.sub(r"(expert|router)_bias$", r"\1_bias.bias", name)
     name = name if name.endswith((".weight", ".bias")) else f"{name}.weight"
     place = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert place is not None, name
@@ -357,7 +408,7 @@ def _parts(arch: str, config: Config, name: str, tensor: Tensor) -> Iterator[tup
     elif arch.startswith(PAIRED) and (found := re.search(r"\.([qk])_proj", name)):
         heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
         yield name, paired(tensor, heads)
-    elif arch.startswith(("qwen3next", "qwen35")) and name.endswith("norm.weight"):
+    elif name.endswith("norm.weight") and (arch == "gemma" or arch.startswith(PLUS_ONE)):
         yield name, tensor + np.float32(1)
     else:
         yield name, tensor
@@ -429,7 +480,8 @@ def convert(
     """
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(path, arch)
-    for key, value in (metadata(arch, config) | dict(more or {})).items():
+    values = metadata(arch, config.get("text_config", config)) | dict(more or {})
+    for key, value in values.items():
         if value is None:
             continue
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}

@@ -41,7 +41,7 @@ STEPS = ([("a", 40), ("b", 3)], [("b", 1), ("a", 1)], [("c", 17), ("a", 1), ("b"
 def checkpoint(case: str, folder: Path) -> Path:
     """Write a checkpoint of a case whose weights depend on their names and shapes alone."""
     config = CASES[case].config()
-    model = getattr(transformers, CASES[case].architecture)(config).eval().requires_grad_(False)
+    model = CASES[case].model(config)
     for name, tensor in model.state_dict().items():
         draw = np.random.default_rng(crc32(name.encode()))
         noise = torch.from_numpy(draw.standard_normal(tuple(tensor.shape), np.float32))

@@ -176,6 +176,7 @@ def layer_parts() -> LayerParts:
             tuple(CpuMatrix(torch.ones(8, 16), gated=True) for _ in range(3)),
             tuple(matrix(16, 4) for _ in range(3)),
             Routing(2, normalise=True),
+            "silu",
             scale=torch.ones(3),
         ),
         torch.ones(1),

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from checkpoints import CASES, build, prompt, randomise, reference_logits, save
 from gguf import GGMLQuantizationType as Type
 from gguf_converted import convert
@@ -74,6 +73,10 @@ CONVERTED: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "exaone-moe": [("exaone-moe", {})],
     "afmoe": [("afmoe", {})],
     "llama": [("mixtral-moe", {})],
+    "gemma": [("gemma", {})],
+    "arcee": [("arcee", {"mlp_bias": False})],
+    "step35": [("step", {})],
+    "bailingmoe2": [("ling2", {}), ("sarvam-moe", {})],
     "qwen2vl": [("qwen2-full", {})],
     "qwen3vl": [("qwen3-full", {})],
     "qwen3vlmoe": [("qwen3-moe", {})],
@@ -89,7 +92,7 @@ def made(name: str, changes: dict[str, Any]) -> Any:
     config = case.config()
     config = type(config)(**{**config.to_dict(), **changes})
     config._attn_implementation = "eager"
-    model = getattr(transformers, case.architecture)(config).eval().requires_grad_(False)
+    model = case.model(config)
     randomise(model, 0)
     return model
 
@@ -116,6 +119,7 @@ WIDE = {  # sizes of which all are multiples of a K-quant's 256
     "shared_expert_intermediate_size": 256,
     "shared_intermediate_size": 256,
     "moe_shared_expert_intermediate_size": 256,
+    "share_expert_dim": 256,
     "num_attention_heads": 4,
     "head_dim": 64,
     "q_lora_rank": 256,
@@ -134,7 +138,11 @@ WIDE = {  # sizes of which all are multiples of a K-quant's 256
 def wide(arch: str) -> Any:
     name, changes = CONVERTED[arch][0]
     config = CASES[name].config().to_dict()
-    return made(name, {key: value for key, value in WIDE.items() if key in config} | changes)
+    text = config.get("text_config", config)
+    sizes = {key: value for key, value in WIDE.items() if key in text}
+    if text is not config:
+        sizes = {"text_config": text | sizes}
+    return made(name, sizes | changes)
 
 
 def mixed(name: str, shape: tuple[int, ...]) -> Type:
@@ -260,6 +268,8 @@ def test_a_granite_4_of_attention_alone_is_a_granite(tmp_path) -> None:
         ("gemma4", "gemma4", {"attention.sliding_window_pattern": [True]}, "a list of 3 flags is"),
         ("gemma4", "gemma4", {"rope.dimension_count": 8}, "whole heads of 32 are supported"),
         ("gemma4", "gemma4", {"feed_forward_length": [88, 88, 90]}, "one width, or twice it"),
+        ("step35", "step", {"attention.head_count": [4, 8, 4, 4]}, "one number for each kind of"),
+        ("step35", "step", {"rope.dimension_count": 8}, "16 is supported, of which full layers"),
         ("nemotron_h_moe", "nemotron-h-moe", {"expert_latent_length": 8}, "does not know this key"),
     ],
 )

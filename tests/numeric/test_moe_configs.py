@@ -96,6 +96,105 @@ HUB: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "vocab_size": 100352,
     },
+    "step-3.5-flash": {
+        "architectures": ["Step3p5ForCausalLM"],
+        "att_impl_type": "GQA",
+        "attention_other_setting": {
+            "attention_type": "sliding_attention",
+            "num_attention_heads": 96,
+            "num_attention_groups": 8,
+            "head_dim": 128,
+            "true_head_dim": 128,
+        },
+        "head_dim": 128,
+        "hidden_size": 4096,
+        "intermediate_size": 11264,
+        "layer_types": ["full_attention", *["sliding_attention"] * 3] * 12,
+        "max_position_embeddings": 262144,
+        "max_seq_len": 262144,
+        "model_type": "step3p5",
+        "moe_every_n_layer": 1,
+        "moe_intermediate_size": 1280,
+        "moe_layer_offset": 0,
+        "moe_layers_enum": ",".join(map(str, range(3, 45))),
+        "moe_num_experts": 288,
+        "moe_router_activation": "sigmoid",
+        "moe_router_scaling_factor": 3.0,
+        "moe_top_k": 8,
+        "need_fp32_gate": True,
+        "norm_expert_weight": True,
+        "num_attention_groups": 8,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 45,
+        "num_nextn_predict_layers": 3,
+        "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0] * 12,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 2.0,
+            "original_max_position_embeddings": 131072,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 32.0,
+        },
+        "rope_theta": [5000000.0, 10000.0, 10000.0, 10000.0] * 12,
+        "share_expert_dim": 1280,
+        "sink": False,
+        "sliding_window": 512,
+        "swiglu_limits": [*[0.0] * 43, 7, 7, *[0.0] * 3],
+        "swiglu_limits_shared": [*[0.0] * 44, 16, *[0.0] * 3],
+        "tie_word_embeddings": False,
+        "use_head_wise_attn_gate": True,
+        "use_moe": True,
+        "use_moe_router_bias": True,
+        "use_rope_layers": [],
+        "vocab_size": 128896,
+        "yarn_only_types": ["full_attention"],
+        "zero_centered": True,
+    },
+    "ling-mini-2.0": {
+        "architectures": ["BailingMoeV2ForCausalLM"],
+        "attention_dropout": 0.0,
+        "embedding_dropout": 0.0,
+        "eos_token_id": 156892,
+        "first_k_dense_replace": 1,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 20,
+        "model_type": "bailing_moe",
+        "moe_intermediate_size": 512,
+        "moe_router_enable_expert_bias": True,
+        "moe_shared_expert_intermediate_size": 512,
+        "n_group": 8,
+        "norm_head": False,
+        "norm_softmax": False,
+        "norm_topk_prob": True,
+        "num_attention_heads": 16,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 20,
+        "num_key_value_heads": 4,
+        "num_nextn_predict_layers": 0,
+        "num_shared_experts": 1,
+        "output_dropout": 0.0,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 600000,
+        "rotary_dim": 64,
+        "routed_scaling_factor": 2.5,
+        "router_dtype": "fp32",
+        "score_function": "sigmoid",
+        "tie_word_embeddings": False,
+        "topk_group": 4,
+        "use_bias": False,
+        "use_qk_norm": True,
+        "use_qkv_bias": False,
+        "use_rmsnorm": True,
+        "vocab_size": 157184,
+    },
     "mixtral-8x7b": {
         "architectures": ["MixtralForCausalLM"],
         "attention_dropout": 0.0,
@@ -295,7 +394,7 @@ PARAMETERS = {
     "olmoe-1b-7b": 6_919_161_856,
 }
 BILLIONS = {"glm-4.5-air": 107, "minimax-m2": 229, "hunyuan-a13b": 80}
-BILLIONS |= {"mimo-v2-flash": 309, "laguna-xs": 33}
+BILLIONS |= {"mimo-v2-flash": 309, "laguna-xs": 33, "step-3.5-flash": 197, "ling-mini-2.0": 16}
 
 
 @pytest.mark.parametrize("name", HUB)
@@ -315,6 +414,21 @@ def test_layers_have_their_own_heads_values_and_ropes() -> None:
     assert [(rope.theta, rope.rotary_dim) for rope in mimo.ropes] == [(5e6, 64), (1e4, 64)]
     assert [laguna.heads(layer) for layer in laguna.layers[:4]] == [48, 64, 64, 64]
     assert [rope.rotary_dim for rope in laguna.ropes] == [64, 128]
+
+
+def test_limits_of_swiglu_and_heads_of_step() -> None:
+    step = spec_from_config(HUB["step-3.5-flash"])
+    assert [(i, one.expert_limit) for i, one in enumerate(step.layers) if one.expert_limit] == [
+        (43, 7.0),
+        (44, 7.0),
+    ]
+    assert [(i, one.mlp_limit) for i, one in enumerate(step.layers) if one.mlp_limit] == [(44, 16)]
+    assert [step.heads(layer) for layer in step.layers[:5]] == [64, 96, 96, 96, 64]
+    assert [layer.moe for layer in step.layers[:4]] == [False, False, False, True]
+    assert [(rope.kind, rope.theta, rope.rotary_dim) for rope in step.ropes] == [
+        ("llama3", 5e6, 64),
+        ("default", 1e4, 128),
+    ]
 
 
 def test_what_routes_is_read() -> None:
@@ -352,6 +466,17 @@ def test_what_routes_is_read() -> None:
         ("laguna-xs", {"moe_router_logit_softcapping": 30.0}, "0 is"),
         ("mimo-v2-flash", {"swa_num_key_value_heads": 4}, "weft reads the models with 8"),
         ("mimo-v2-flash", {"add_full_attention_sink_bias": True}, "weft reads the models with"),
+        ("step-3.5-flash", {"swiglu_limits": [7] * 44}, "45 entries are needed"),
+        ("step-3.5-flash", {"swiglu_limits_shared": [-1.0] * 45}, "numbers are needed"),
+        ("step-3.5-flash", {"moe_layers_enum": "3,x"}, "numbers of layers are needed"),
+        ("step-3.5-flash", {"use_head_wise_attn_gate": False}, "weft reads the models with True"),
+        ("step-3.5-flash", {"rope_theta": [5e6, 1e4] * 24}, "with one rotation are supported"),
+        ("step-3.5-flash", {"yarn_only_types": ["sliding_attention"]}, "may be scaled"),
+        ("step-3.5-flash", {"num_sliding_attention_heads": 60}, "multiple of the 8 KV heads"),
+        ("step-3.5-flash", {"attention_other_setting": {"head_dim": 64}}, "that of other layers"),
+        ("ling-mini-2.0", {"score_function": "softmax"}, "weft reads the models with sigmoid"),
+        ("ling-mini-2.0", {"norm_head": True}, "weft reads the models with False"),
+        ("ling-mini-2.0", {"moe_shared_expert_intermediate_size": 8}, "that of routed ones is"),
         ("minimax-m2", {"attn_type_list": [0, 1] * 31}, "full attention"),
         ("minimax-m2", {"shared_intermediate_size": 8}, "shared_intermediate_size"),
         ("minimax-m2", {"layernorm_mlp_beta": 2.0}, "layernorm_mlp_beta"),

@@ -85,7 +85,9 @@ def launch_rows(dtype: torch.dtype) -> None:
         for product in (x, split(HIDDEN, dtype)):
             norm.add_norm(product, x, weight, weight, kind, inputs)
         activation.act_mul_for(inputs, torch.empty(TOKENS, 2 * 18_944, dtype=dtype), "gelu_tanh")
+        activation.act_mul_for(inputs, torch.empty(TOKENS, 2 * 1280, dtype=dtype), "silu<=7.0")
     activation.act_mul(torch.empty(TOKENS, 21_504, dtype=dtype), "xielu", torch.empty(4))
+    activation.act_mul(torch.empty(TOKENS, 18_432, dtype=dtype), "relu2")
 
 
 def launch_gates(dtype: torch.dtype) -> None:

@@ -109,7 +109,7 @@ def test_kernels_beside_attention(capability: int) -> None:
     built = compiled("launch_layers.launch", capability)
     assert {kernel.kernel for kernel in built} == {
         "_rms_norm", "_add_norm", "_embedding", "_act_mul", "_act_mul_round", "_angles", "_rotate",
-        "_gate", "_xielu",
+        "_gate", "_xielu", "_relu2",
         "_enter", "_softcap", "_route", "_process_logits", "_largest", "_candidates", "_sample",
         "_verify_drafts", "_copy_blocks", "_choose_lanes", "_join_lanes", "_keep_lanes",
         "_send_lanes", "_wait_for_lanes", "_receive_lanes", "_advance", "_await_answer", "_publish",

@@ -35,6 +35,7 @@ FAMILIES = [
     "youtu-one-query-matrix",
     "deepseek-v3",
     "apertus",
+    "step",
 ]
 FAMILIES += [pytest.param(name, marks=deep_on_cpu) for name in ("qwen2-window", "phi4-partial")]
 DEEP = (
@@ -51,7 +52,7 @@ DEEP = (
 DEEP += ("glm4-moe-groups", "minimax-m2-moe", "mixtral-moe-window", "qwen2-moe-mixed", "ernie-moe")
 DEEP += ("olmoe", "dots1-moe-windows", "granite-moe", "granite-moe-shared", "exaone-moe", "hy3-moe")
 DEEP += ("youtu", "deepseek-v3-yarn", "deepseek-v2", "deepseek-v2-lite", "glm-flash")
-DEEP += ("glm-flash-groups", "mimo-flash", "laguna")
+DEEP += ("glm-flash-groups", "mimo-flash", "laguna", "ling2", "mellum", "arcee")
 FAMILIES += [pytest.param(name, marks=deep_on_cpu) for name in DEEP]
 # Two rows of other lengths, then one token for each of them beside the prompt of a third.
 STEPS: list[Rows] = [

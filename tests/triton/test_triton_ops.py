@@ -105,7 +105,7 @@ def test_rope(dtype) -> None:
         assert_close(rope(x, cos, sin), reference.rope(x, cos, sin))
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, "silu<=0.5"])
 def test_act_mul(dtype, activation) -> None:
     for tokens, size in ((1, 1), (3, 70), (2, 1025)):
         gate_up = 4 * torch.randn(tokens, 2 * size).to(dtype)
@@ -113,11 +113,12 @@ def test_act_mul(dtype, activation) -> None:
         assert_close(act_mul(gate_up, activation), reference.act_mul(gate_up, activation))
 
 
-def test_xielu(dtype) -> None:
+def test_activations_without_gates(dtype) -> None:
     numbers = torch.tensor([0.3, -0.8, 0.5, -1e-6])
     for tokens, size in ((1, 1), (3, 70), (2, 1025)):
         x = 4 * torch.randn(tokens, size + 2).to(dtype)[:, 1:-1]
         x[:1, 0] = -60.0
+        assert_close(act_mul(x, "relu2"), reference.act_mul(x, "relu2"))
         expected = reference.act_mul(x, "xielu", numbers)
         assert_close(act_mul(x, "xielu", numbers), expected)
 

@@ -258,7 +258,9 @@ def _expert_words(spec: ModelSpec) -> str:
         by += f", from {moe.topk_group} of {moe.n_group} groups"
     words = f"{moe.num_experts} experts of {moe.intermediate_size} in {len(sparse)} layers"
     words += f", {moe.top_k} a token by {by}"
-    return words + (f"; shared ones of {sparse[0].intermediate_size}" if moe.shared else "")
+    words += f"; shared ones of {sparse[0].intermediate_size}" if moe.shared else ""
+    limits = [layer for layer in spec.layers if layer.mlp_limit or layer.expert_limit]
+    return words + (f"; limits of SwiGLU in {len(limits)} layers" if limits else "")
 
 
 def _group_words(group: dict[str, Any]) -> str:

@@ -11,6 +11,27 @@ from weft.kernels.routing import Routing
 
 UNGATED = ("relu2", "xielu")  # activations of MLPs without a gate
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of the activation ``swiglu_oai``
+_AT_MOST = "silu<="
+
+
+def limited(activation: str, limit: float | None) -> str:
+    """Return the name of an activation with a limit; None: it has none.
+
+    Raises:
+        ValueError: only ``silu`` has one, above 0.
+    """
+    if limit is None:
+        return activation
+    if activation != "silu" or not limit > 0:
+        raise ValueError(f"{activation} with a limit of {limit}; silu with one above 0 is known")
+    return f"{_AT_MOST}{limit!r}"
+
+
+def limit_of(activation: str) -> float | None:
+    """Return the limit of an activation's name, None where it has none."""
+    if not activation.startswith(_AT_MOST):
+        return None
+    return float(activation.removeprefix(_AT_MOST))
 
 
 @dataclass(frozen=True)
@@ -83,11 +104,13 @@ class RoutedExperts:
         gate_up_bias: [E, 2 J].
         down_bias: [E, C].
         mlp_gate: the router has one more output, by whose sigmoid the MLP beside is multiplied.
+        activation: see ``reference.act_mul``.
     """
 
     gate_up: Any
     down: Any
     routing: Routing
+    activation: str
     scale: Array | None = None
     correction_bias: Array | None = None
     router_bias: Array | None = None

@@ -13,7 +13,7 @@ from weft.kernels.arrays import Array, to_torch
 from weft.kernels.float8 import Float8
 from weft.kernels.interface import AttentionMetadata, Experts, Linear
 from weft.kernels.kv_storage import read_rows, write_rows
-from weft.kernels.parts import SWIGLU_ALPHA, SWIGLU_LIMIT
+from weft.kernels.parts import SWIGLU_ALPHA, SWIGLU_LIMIT, limit_of
 from weft.kernels.routing import LEAST_SUM, Routing
 
 
@@ -100,11 +100,12 @@ def act_mul(gate_up: Tensor, activation: str, numbers: Tensor | None = None) -> 
     """Return activation(gate) * up for ``gate_up`` [..., 2I], gate first -> [..., I].
 
     ``swiglu_oai`` is that of gpt-oss: (up + 1) * gate * sigmoid(1.702 * gate), where gates are at
-    most 7 and the others within [-7, 7]. ``relu2`` has no gate: it squares what is above 0 of [...,
-    I] (So et al. 2021, Primer). ``xielu`` has none, either (Huang and Schlag 2025), but four
-    ``numbers`` [4]: softplus makes the slope of its square of the first and, less that of its
-    linear part, the slope of its exponential of the second; the slope of the linear part; and the
-    largest number that the exponential takes.
+    most 7 and the others within [-7, 7]. ``silu`` with a limit (``parts.limited``) is at most that,
+    times what is within [-limit, limit] (Step 3.5). ``relu2`` has no gate: it squares what is
+    above 0 of [..., I] (So et al. 2021, Primer). ``xielu`` has none, either (Huang and Schlag
+    2025), but four ``numbers`` [4]: softplus makes the slope of its square of the first and, less
+    that of its linear part, the slope of its exponential of the second; the slope of the linear
+    part; and the largest number that the exponential takes.
     """
     if activation == "xielu":
         if numbers is None:
@@ -120,6 +121,8 @@ def act_mul(gate_up: Tensor, activation: str, numbers: Tensor | None = None) -> 
     gate, up = gate_up.float().chunk(2, dim=-1)
     if activation == "silu":
         y = functional.silu(gate) * up
+    elif (limit := limit_of(activation)) is not None:
+        y = functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
     elif activation == "gelu_tanh":
         y = functional.gelu(gate, approximate="tanh") * up
     elif activation == "swiglu_oai":

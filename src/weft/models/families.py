@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from weft.models.attention_families import ATTENTION_FAMILIES
+from weft.models.bailing import BAILING
 from weft.models.cohere import COHERE
 from weft.models.conv_families import CONV_FAMILIES
 from weft.models.family import Family, Reader
@@ -12,17 +13,19 @@ from weft.models.gemma import GEMMA
 from weft.models.hybrids import HYBRIDS
 from weft.models.kimi import KIMI
 from weft.models.latent_families import LATENT_FAMILIES
+from weft.models.llama_cousins import COUSINS
 from weft.models.llama_like import LLAMA_LIKE
 from weft.models.llama_variants import LLAMA_VARIANTS
 from weft.models.mamba_families import MAMBA_FAMILIES
 from weft.models.mimo import MIMO
 from weft.models.mistrals import MISTRALS
 from weft.models.moe_families import MOE_FAMILIES
+from weft.models.step import STEP
 
 ROWS = (
-    *(*LLAMA_LIKE, *LLAMA_VARIANTS, *MISTRALS, *COHERE, *GEMMA),
+    *(*LLAMA_LIKE, *LLAMA_VARIANTS, *MISTRALS, *COHERE, *GEMMA, *COUSINS),
     *(*MOE_FAMILIES, *ATTENTION_FAMILIES, *HYBRIDS, *LATENT_FAMILIES),
-    *(*KIMI, *MIMO, *CONV_FAMILIES, *MAMBA_FAMILIES),
+    *(*KIMI, *MIMO, *STEP, *BAILING, *CONV_FAMILIES, *MAMBA_FAMILIES),
 )
 FAMILIES = {row.name: row for row in ROWS}
 

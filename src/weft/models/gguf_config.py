@@ -79,7 +79,8 @@ class GgufConfig:
     def _sizes(self, more: Mapping[str, Any]) -> dict[str, Any]:
         """The sizes that all families have, but for those that ``more`` has."""
         found, facts = self._found, self._facts
-        heads, hidden = found.positive("attention.head_count"), found.positive("embedding_length")
+        hidden = found.positive("embedding_length")
+        heads = more.get("num_attention_heads") or found.positive("attention.head_count")
         config: dict[str, Any] = {
             "hidden_size": hidden,
             "num_hidden_layers": self.layers,

@@ -59,9 +59,10 @@ class GgufFacts:
         """Which layers have the window, and which attend fully, by a list of flags."""
         key = "attention.sliding_window_pattern"
         flags = self.found.value(key)
-        if not isinstance(flags, list) or len(flags) != self.layers:
+        if not isinstance(flags, list) or len(flags) < self.layers:
             self.found.refuse(key, flags, f"a list of {self.layers} flags is needed")
-        return ["sliding_attention" if flag else "full_attention" for flag in flags]
+        windows = flags[: self.layers]  # others are of layers that guess further tokens
+        return ["sliding_attention" if flag else "full_attention" for flag in windows]
 
     def numbers(self, keys: Mapping[str, str]) -> dict[str, Any]:
         """Return the flags and numbers of some keys that the file has, under other names.

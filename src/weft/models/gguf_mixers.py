@@ -285,6 +285,39 @@ def _gemma4_ropes(facts: GgufFacts) -> dict[str, Any]:
     }
 
 
+def step_layers(facts: GgufFacts) -> dict[str, Any]:
+    """Heads and rotations of both kinds of layers, and limits of SwiGLU, of Step 3.5."""
+    found, kinds, heads = facts.found, facts.windows(), facts.each("attention.head_count")
+    counts = {kind: {n for n, of in zip(heads, kinds, strict=True) if of == kind} for kind in kinds}
+    if any(len(numbers) > 1 for numbers in counts.values()):
+        found.refuse(
+            "attention.head_count", heads, "one number for each kind of layer is supported"
+        )
+    size = found.positive("attention.key_length")
+    for key in ("rope.dimension_count", "rope.dimension_count_swa"):
+        if found.positive(key, size) != size:
+            found.refuse(
+                key, found.value(key), f"{size} is supported, of which full layers rotate half"
+            )
+    base = found.number("rope.freq_base", 10_000.0)
+    whole = {"rope_type": "default", "rope_theta": base, "partial_rotary_factor": 0.5}
+    factors = facts.tensors.get("rope_freqs.weight")
+    if factors is not None:
+        divisors = factors.data.ravel().tolist()[: size // 4]
+        whole |= {"rope_type": "longrope", "short_factor": divisors, "long_factor": divisors}
+        whole["attention_factor"] = 1.0
+    sliding = {"rope_type": "default", "rope_theta": found.number("rope.freq_base_swa", base)}
+    one = heads[0]
+    return {
+        "num_attention_heads": next(iter(counts.get(FULL, {one}))),
+        "num_sliding_attention_heads": next(iter(counts.get(SLIDING, {one}))),
+        "rope_parameters": {FULL: whole, SLIDING: sliding},
+        "mlp_layer_types": facts.kinds("ffn_gate_inp.weight", "sparse", "dense"),
+        "swiglu_limits": found.value("swiglu_clamp_exp", None),
+        "swiglu_limits_shared": found.value("swiglu_clamp_shexp", None),
+    }
+
+
 def mixtral_experts(facts: GgufFacts) -> dict[str, Any]:
     """Experts, if a Llama has any: Mixtral's."""
     if not facts.found.count("expert_count", 0):

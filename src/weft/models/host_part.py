@@ -41,9 +41,8 @@ class HostPart:
         for number in sorted(self.layers):
             gate_up, down = (f"layers.{number}.{name}" for name in MATRICES)
             first, second = (weights.get(f"layers.{number}.{name}") for name in BIASES)
-            experts = HostedExperts(
-                weights[gate_up], weights[down], spec.activation, (first, second)
-            )
+            activation = spec.expert_activation(spec.layers[number])
+            experts = HostedExperts(weights[gate_up], weights[down], activation, (first, second))
             found |= {gate_up: experts, down: experts}
         return found
 

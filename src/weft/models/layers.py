@@ -320,13 +320,13 @@ def feed_forward(
     """
     x = ops.ranks.enter(pre_norm(spec, hidden, weights.mlp_norm, ops))
     if not layer.moe:
-        return ops.ranks.sum(_mlp(spec, weights, x, ops))
+        return ops.ranks.sum(_mlp(spec, layer, weights, x, ops))
     assert spec.moe is not None
     if not spec.moe.beside_mlp:
-        end_experts, gate = begin_experts(spec, weights, x, x, ops)
+        end_experts, gate = begin_experts(spec, layer, weights, x, x, ops)
         if not spec.moe.shared:
             return ops.ranks.sum(end_experts())
-        shared = _mlp(spec, weights, x, ops)  # the host computes routed experts meanwhile
+        shared = _mlp(spec, layer, weights, x, ops)  # the host computes routed experts meanwhile
         if gate is not None:
             shared = times_rows(shared, gate)
         return ops.ranks.sum(end_experts() + shared)
@@ -334,9 +334,9 @@ def feed_forward(
     routed = ops.ranks.enter(times(routed, spec.hidden_size**-0.5))
     inputs = ops.ranks.enter(_norm(spec, hidden, weights.expert_norm, ops))
     end_experts, _ = begin_experts(
-        spec, weights, routed, inputs, ops
+        spec, layer, weights, routed, inputs, ops
     )  # the host computes meanwhile
-    y = ops.ranks.sum(_mlp(spec, weights, x, ops))
+    y = ops.ranks.sum(_mlp(spec, layer, weights, x, ops))
     dense = _norm(spec, y, weights.dense_post_norm, ops)
     sparse = _norm(spec, ops.ranks.sum(end_experts()), weights.expert_post_norm, ops)
     return dense + sparse
@@ -363,17 +363,22 @@ def _norm(spec: ModelSpec, x: Array, weight: Array | None, ops: OpTable) -> Arra
     return ops.rms_norm(x, weight, spec.norm_eps, spec.norm_plus_one, spec.norm_centred)
 
 
-def _mlp(spec: ModelSpec, weights: LayerWeights, x: Array, ops: OpTable) -> Array:
+def _mlp(spec: ModelSpec, layer: LayerSpec, weights: LayerWeights, x: Array, ops: OpTable) -> Array:
     first = weights.gate_up if weights.up is None else weights.up
     assert first is not None
     assert weights.down is not None
     gate_up = ops.linear(x, first, weights.gate_up_bias)  # [T, 2 I], or without a gate [T, I]
-    x = ops.act_mul(gate_up, spec.activation, weights.activation)  # [T, I]
+    x = ops.act_mul(gate_up, spec.mlp_activation(layer), weights.activation)  # [T, I]
     return ops.linear(x, weights.down, weights.down_bias)
 
 
 def begin_experts(
-    spec: ModelSpec, weights: LayerWeights, routed: Array, x: Array, ops: OpTable
+    spec: ModelSpec,
+    layer: LayerSpec,
+    weights: LayerWeights,
+    routed: Array,
+    x: Array,
+    ops: OpTable,
 ) -> tuple[Callable[[], Array], Array | None]:
     """Route by ``routed`` [T, C], compute on ``x`` [T, C]. Experts on the host compute on.
 
@@ -403,5 +408,6 @@ def begin_experts(
         down.send(x, shares, experts)
         return lambda: down.receive(x), gate
     biases = weights.expert_gate_up_bias, weights.expert_down_bias
-    y = ops.moe(x, shares, experts, gate_up, down, spec.activation, *biases)
+    activation = spec.expert_activation(layer)
+    y = ops.moe(x, shares, experts, gate_up, down, activation, *biases)
     return lambda: y, gate

@@ -405,8 +405,14 @@ def _experts(spec: ModelSpec, layer: LayerSpec, stacked: bool) -> Iterator[Param
     elif stacked or spec.layout.stacked_experts:
         order = _alternating(spec, gate_up)
         flipped = spec.layout.transposed_experts
-        piece = Piece(f"{home}.gate_up_proj", gate_up, axis=1, pairs=order, transposed=flipped)
-        yield Parameter("expert_gate_up", gate_up, (piece,))
+        pieces = [Piece(f"{home}.gate_up_proj", gate_up, axis=1, pairs=order, transposed=flipped)]
+        if spec.layout.split_experts:
+            shape, all_of = (count, size, hidden), slice(0, count)
+            pieces = [
+                Piece(f"{home}.{name}", shape, (all_of, slice(place * size, (place + 1) * size)))
+                for place, name in enumerate(("gate_proj", "up_proj"))
+            ]
+        yield Parameter("expert_gate_up", gate_up, tuple(pieces))
         piece = Piece(f"{home}.down_proj", down, transposed=flipped)
         yield Parameter("expert_down", down, (piece,))
     else:

@@ -14,6 +14,7 @@ _LATENT = "multi-head latent attention (MLA)"
 _SPARSE = "sparse attention by an indexer"
 _STATE = "its kind of recurrent layers (the delta rule, KDA, Mamba-2 and convolutions are known)"
 _ENCODER = "encoders, which attend in both directions"
+_READER = "what reads its config and names its tensors"
 _OLDER = "biases of LayerNorm, and MLPs without a gate"
 _VISION = "towers for images, sound or video, and no text part of this checkpoint is known"
 
@@ -23,13 +24,13 @@ _MISSING = {
     r"DeepseekV32.*|GlmMoeDsa.*|Glm5Next.*|MiniMaxM3.*|MistralLarge4.*": _SPARSE,
     r"DeepseekV4.*|HYV4.*": f"{_SPARSE}, and hyper-connections",
     r"KimiK3.*": "experts of a latent space, their activation (SiTU) and residuals of attention",
+    r"BailingMoeForCausalLM": "its routing of experts",
     r"Bailing.*": f"{_STATE}, and {_LATENT}",
     r"OlmoHybrid.*": _STATE,
     r"Nemotron_?H.*": _VISION,
     r"(Falcon)?Mamba2?ForCausalLM|Jamba.*|Bamba.*|Zamba.*|Zaya.*|RecurrentGemma.*|Rwkv.*": _STATE,
     r"MiniMaxForCausalLM|MiniMaxText01.*|xLSTM.*": _STATE,
     r"FalconH1.*": f"{_STATE}, in one layer with attention",
-    r"Step3p.*": "limits of SwiGLU that differ by layer",
     r"Llama4.*": "attention in chunks of the sequence",
     r"Gemma3n.*": "alternating updates of several residuals (AltUp)",
     r"DeciLM.*": "layers without attention or of unlike MLPs",
@@ -37,7 +38,19 @@ _MISSING = {
         "its routing of experts"
     ),
     r"(GPT|Gpt|Opt|OPT|Bloom|Falcon|MPT|Mpt|CodeGen|Phi|Persimmon|StableLm|Starcoder2).*"
-    r"|Nemotron.*|Arcee.*": _OLDER,
+    r"|Nemotron.*": _OLDER,
+    r"DiffLlama.*": "differential attention",
+    r"Ouro.*": "layers that a token goes through several times",
+    r"(LLaDA|Dream|RND1).*": "generation by diffusion",
+    r"Bit[Nn]et.*": "ternary weights",
+    r"(AXK|PLM).*": f"its kind of {_LATENT}",
+    r"Qwen4.*|Dots3Note.*|Inkling.*": _SPARSE,
+    r"Plamo2.*": _STATE,
+    r"VaultGemma.*|NanoChat.*|Jais.*|Olmo.*|Plamo3.*|Solar.*|Orion.*|TeleChat.*": _READER,
+    r"(BaiChuan|Baichuan|InternLM|ChatGLM|QWen|RW|Exaone|Xverse|Aquila|MiniCPM|MiMo|Step3).*": (
+        _READER
+    ),
+    r"(Refact|CodeShell|Maincoder|SmallThinker|PanguEmbedded|IQuestCoder|Deepseek).*": _READER,
     r".*(Bert|BERT|Roberta|Nomic|Electra|MPNet|Deberta).*|EmbeddingGemma.*": _ENCODER,
     r"(T5|MT5|UMT5|Bart|MBart|Pegasus|Marian|M2M100|Whisper|T5Gemma).*": "encoder-decoder models",
     r".*ForSequenceClassification|.*ForTokenClassification|.*ForRewardModel": (

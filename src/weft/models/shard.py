@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from weft.core.errors import ConfigError
+from weft.kernels.parts import UNGATED
 from weft.models.parameter import Parameter, Piece
 from weft.models.spec import LayerSpec, ModelSpec
 
@@ -132,6 +133,8 @@ def _kept(parameter: Parameter, spec: ModelSpec, shard: Shard) -> tuple[int, lis
             return 1, [shard_range(shape[1], shard)]
         case "expert_down":
             return 2, [shard_range(shape[2], shard)]
+        case "gate_up_bias" if spec.activation in UNGATED:
+            return 0, [shard_range(shape[0], shard)]
         case "gate_up" | "gate_up_bias":
             return 0, _halves(shape[0], shard)
         case "expert_gate_up" | "expert_gate_up_bias":

@@ -11,6 +11,7 @@ from weft.core.errors import InvariantError
 from weft.kernels.conv import ConvShape
 from weft.kernels.delta import DeltaShape
 from weft.kernels.mamba2 import Mamba2Shape
+from weft.kernels.parts import limited
 from weft.kernels.routing import Routing
 from weft.models.quant_config import StoredWeights
 
@@ -166,6 +167,8 @@ class LayerSpec:
     window: int | None = None  # a query at p sees (p - window, p]; None: everything before it
     rope: int = 0  # index into ModelSpec.ropes
     moe: bool = False
+    mlp_limit: float | None = None  # of the activation, also of shared experts; None: it has none
+    expert_limit: float | None = None  # the same of routed experts
     kv_source: int | None = None  # the earlier layer whose KV this one reads instead of its own
     value_is_key: bool = False  # V is the K projection before its norm and rotation
     sinks: bool = False  # each query head has a score without a value (Xiao et al. 2023)
@@ -244,6 +247,7 @@ class CheckpointLayout:
     split_latent: bool = False  # kv_b_proj is stored as two tensors by head, k_b_proj and v_b_proj
     fused_gate_up: bool = False  # stored as gate_up_proj
     stacked_experts: bool = False  # those of a layer are always one tensor
+    split_experts: bool = False  # and gates and what they multiply two of them
     transposed_experts: bool = False  # of these tensors floats are stored as [E, inputs, outputs]
     interleaved_experts: bool = False  # and their gates alternate with what they multiply
     split_expert_bias: bool = False  # biases of gates and of what they multiply are two tensors
@@ -348,6 +352,14 @@ class ModelSpec:
     def heads(self, layer: LayerSpec) -> int:
         """Return the query heads of a layer."""
         return self.num_heads if layer.num_heads is None else layer.num_heads
+
+    def mlp_activation(self, layer: LayerSpec) -> str:
+        """Return the activation of a layer's MLP, or of its shared experts."""
+        return limited(self.activation, layer.mlp_limit)
+
+    def expert_activation(self, layer: LayerSpec) -> str:
+        """Return the activation of a layer's routed experts."""
+        return limited(self.activation, layer.expert_limit)
 
     @property
     def num_layers(self) -> int:

@@ -7,16 +7,21 @@
 namespace weft {
 namespace {
 
-inline vec gated(vec gate, vec up, Activation activation) {
+inline vec within(vec x, vec most) { return pick(x > most, most, pick(x < -most, -most, x)); }
+
+inline vec gated(vec gate, vec up, Activation activation, float limit) {
   if (activation == Activation::silu) return gate * sigmoid(gate) * up;
+  if (activation == Activation::limited) {
+    const vec most = splat(limit), opened = gate * sigmoid(gate);
+    return pick(opened > most, most, opened) * within(up, most);
+  }
   if (activation == Activation::gelu_tanh) {
     // 0.5 * x * (1 + tanh(u)) = x / (1 + exp(-2 u))
     return gate * sigmoid(1.5957691216057308f * (gate + 0.044715f * (gate * gate * gate))) * up;
   }
   const vec most = splat(7.0f);
   gate = pick(gate > most, most, gate);
-  up = pick(up > most, most, pick(up < -most, -most, up));
-  return gate * sigmoid(1.702f * gate) * (up + 1.0f);
+  return gate * sigmoid(1.702f * gate) * (within(up, most) + 1.0f);
 }
 
 inline vec open(vec x, Gating gating) {

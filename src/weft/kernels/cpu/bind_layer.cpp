@@ -72,6 +72,7 @@ void bind_experts(nb::module_& m) {
   };
   type.def(nb::init<>()).def("add", add, nb::arg("gate_up"), nb::arg("down"));
   activation(type, &Experts::activation);
+  type.def_rw("limit", &Experts::limit);
   address(type, "gate_up_bias", &Experts::gate_up_bias);
   address(type, "down_bias", &Experts::down_bias);
   nb::class_<Routing> routing(m, "Routing");
@@ -132,6 +133,7 @@ void bind_layer(nb::module_& m) {
       .def_rw("scalar", &Layer::scalar)
       .def_rw("value_is_key", &Layer::value_is_key)
       .def_rw("value_norm", &Layer::value_norm)
+      .def_rw("limit", &Layer::limit)
       .def_rw("value_size", &Layer::value_size)
       .def_rw("value_scale", &Layer::value_scale)
       .def_rw("qk_norm_whole", &Layer::qk_norm_whole)

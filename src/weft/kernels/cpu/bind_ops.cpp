@@ -50,10 +50,11 @@ void rotate(nb::tuple x, uintptr_t cos, uintptr_t sin, int64_t half, uintptr_t o
                half, reinterpret_cast<char*>(out));
 }
 
-void act_mul(nb::tuple gate_up, int activation, uintptr_t out) {
+void act_mul(nb::tuple gate_up, int activation, float limit, uintptr_t out) {
   const weft::Tensor rows = tensor_of("gate_up", gate_up);
   const nb::gil_scoped_release released;
-  weft::act_mul(rows, static_cast<weft::Activation>(activation), reinterpret_cast<char*>(out));
+  weft::act_mul(rows, static_cast<weft::Activation>(activation), limit,
+                reinterpret_cast<char*>(out));
 }
 
 void activate(nb::tuple x, int activation, uintptr_t numbers, uintptr_t out) {
@@ -107,7 +108,8 @@ void bind_ops(nb::module_& m) {
         nb::arg("out"));
   m.def("rotate", &rotate, nb::arg("x"), nb::arg("cos"), nb::arg("sin"), nb::arg("half"),
         nb::arg("out"));
-  m.def("act_mul", &act_mul, nb::arg("gate_up"), nb::arg("activation"), nb::arg("out"));
+  m.def("act_mul", &act_mul, nb::arg("gate_up"), nb::arg("activation"), nb::arg("limit"),
+        nb::arg("out"));
   m.def("activate", &activate, nb::arg("x"), nb::arg("activation"), nb::arg("numbers"),
         nb::arg("out"));
   m.def("gate", &gate, nb::arg("x"), nb::arg("gates"), nb::arg("gating"), nb::arg("out"));

@@ -92,7 +92,7 @@ class Mixture {
       };
       gate_up_.push_back({.matrix = &gate_up, .bias = bias_of(experts_->gate_up_bias, gate_up),
                           .rows = rows, .activated = gate_up.gated(),
-                          .activation = experts_->activation});
+                          .activation = experts_->activation, .limit = experts_->limit});
       down_.push_back(
           {.matrix = &down, .bias = bias_of(experts_->down_bias, down), .rows = rows});
       firsts_.push_back(next_[expert]);

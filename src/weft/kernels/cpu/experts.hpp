@@ -17,6 +17,7 @@ struct Experts {
   const void* gate_up_bias = nullptr;  // [experts, 2 * size]
   const void* down_bias = nullptr;     // [experts, hidden]
   Activation activation = Activation::silu;
+  float limit = 0;  // of Activation::limited
 };
 
 // Which experts each token goes to, and what their results are multiplied with: [tokens, top_k].

@@ -89,6 +89,7 @@ struct Layer {
   bool own_query_angles = false;
   Activation activation = Activation::silu;
   const float* activation_numbers = nullptr;  // of xielu
+  float limit = 0;  // of Activation::limited
   Gating gating = Gating::sigmoid;  // of `output_gate`
 
   DType type() const { return qkv->type(); }

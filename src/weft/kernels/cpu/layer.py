@@ -18,7 +18,7 @@ from weft.kernels.arrays import (
 )
 from weft.kernels.cpu import _native
 from weft.kernels.cpu.experts import bind_experts, correction, native_routing
-from weft.kernels.cpu.rows import ACTIVATIONS, GATINGS
+from weft.kernels.cpu.rows import GATINGS, native_activation
 from weft.kernels.parts import LatentParts, LayerParts, LayerShape, RoutedExperts, check_parts
 
 
@@ -104,7 +104,7 @@ class CpuLayer:
         native.own_query_angles = shape.own_query_angles
         native.epsilon = shape.norm_eps
         native.post_epsilon = shape.norm_eps if shape.post_eps is None else shape.post_eps
-        native.activation = ACTIVATIONS[shape.activation]
+        native.activation, native.limit = native_activation(shape.activation)
         if shape.gating is not None:
             native.gating = GATINGS[shape.gating]
 
@@ -114,7 +114,7 @@ class CpuLayer:
             None if bias is None else np.ascontiguousarray(to_numpy(bias))
             for bias in (experts.gate_up_bias, experts.down_bias)
         ]
-        bound = bind_experts(experts.gate_up, experts.down, self._shape.activation, *biases)
+        bound = bind_experts(experts.gate_up, experts.down, experts.activation, *biases)
         one = experts.down[0]
         if one.shape[0] != self._hidden or one.dtype != self._dtype:
             raise ValueError(

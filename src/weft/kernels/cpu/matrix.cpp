@@ -421,7 +421,7 @@ void Multiplication::run(const PanelKernels& kernels, int64_t item) const {
     if (matrix->gated()) read_bias(end + start, bias_here + gated_columns);
   }
   Finish finish{sums + offset, bias == nullptr ? nullptr : bias_here, nullptr, residual.stride,
-                out.row(first) + start * size, out.stride, count, columns};
+                out.row(first) + start * size, out.stride, count, columns, limit};
   if (residual.data != nullptr) finish.residual = residual.row(first) + start * size;
   if (activated) return kernels.finish_gated(out_type, activation, finish);
   kernels.finish(out_type, finish);

@@ -173,6 +173,7 @@ struct Multiplication {
   DType out_type = DType::f32;
   bool activated = false;
   Activation activation = Activation::silu;
+  float limit = 0;      // of Activation::limited
   QuantRows rounded{};  // what an int8 or int4 matrix is multiplied with
   int64_t slices = 1;   // of each panel; see `cut`
 

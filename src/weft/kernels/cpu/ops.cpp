@@ -121,17 +121,17 @@ void rotate(const Tensor& x, const float* cos, const float* sin, int64_t half, c
   });
 }
 
-void act_mul(const Tensor& gate_up, Activation activation, char* out) {
+void act_mul(const Tensor& gate_up, Activation activation, float limit, char* out) {
   const int64_t size = gate_up.shape[1] / 2, bytes = size * size_of(gate_up.type);
   each_row(gate_up.shape[0], 2 * size, [&](int64_t token) {
     const char* gate = head_at(gate_up, token, 0);
-    act_mul_row(gate_up.type, activation, gate, gate + bytes, out + token * bytes, size);
+    act_mul_row(gate_up.type, activation, limit, gate, gate + bytes, out + token * bytes, size);
   });
 }
 
 // By what follows a gated product, as if these were its sums.
-void act_mul_row(DType type, Activation activation, const char* gate, const char* value, char* out,
-                 int64_t count) {
+void act_mul_row(DType type, Activation activation, float limit, const char* gate,
+                 const char* value, char* out, int64_t count) {
   const PanelKernels& kernels = *chosen_isa().panel;
   const int64_t bytes = size_of(type);
   for (int64_t first = 0; first < count; first += gated_columns) {
@@ -144,7 +144,7 @@ void act_mul_row(DType type, Activation activation, const char* gate, const char
     kernels.finish_gated(type, activation,
                          {.sums = sums, .bias = nullptr, .residual = nullptr, .residual_stride = 0,
                           .out = out + first * bytes, .out_stride = 0, .rows = 1,
-                          .columns = columns});
+                          .columns = columns, .limit = limit});
   }
 }
 

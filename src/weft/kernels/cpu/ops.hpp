@@ -41,11 +41,12 @@ void normalise_by(const Tensor& x, int64_t first, const float* sums, const Tenso
 // Rotates the first 2 * half dimensions of x [tokens, heads, size].
 void rotate(const Tensor& x, const float* cos, const float* sin, int64_t half, char* out);
 
-// activation(gate) * value of rows [tokens, 2 * size], gates first.
-void act_mul(const Tensor& gate_up, Activation activation, char* out);
+// activation(gate) * value of rows [tokens, 2 * size], gates first; limit is that of
+// Activation::limited.
+void act_mul(const Tensor& gate_up, Activation activation, float limit, char* out);
 // The same for one row, whose gates and values may lie apart.
-void act_mul_row(DType type, Activation activation, const char* gate, const char* value, char* out,
-                 int64_t count);
+void act_mul_row(DType type, Activation activation, float limit, const char* gate,
+                 const char* value, char* out, int64_t count);
 
 // The activation of rows [tokens, size] of an MLP without a gate, with its numbers if it has some.
 void activate(const Tensor& x, Activation activation, const float* numbers, char* out);

@@ -278,7 +278,7 @@ void finish_gated_as(Activation activation, const Finish& f) {
         gate += load(f.bias + i);
         up += load(f.bias + gated_columns + i);
       }
-      const vec y = gated(rounded<type>(gate), rounded<type>(up), activation);
+      const vec y = gated(rounded<type>(gate), rounded<type>(up), activation, f.limit);
       write<type>(out + i * size, y, f.columns - i);
     }
   }

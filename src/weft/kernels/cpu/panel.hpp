@@ -40,8 +40,15 @@ inline constexpr int64_t gated_columns = panel_columns / 2;
 
 // swiglu_oai is gpt-oss's: (value + 1) * gate * sigmoid(1.702 * gate), of a gate of at most 7 and a
 // value within [-7, 7]. relu2 and xielu belong to products without a gate: see
-// `activate`.
-enum class Activation : int { silu = 0, gelu_tanh = 1, swiglu_oai = 2, relu2 = 3, xielu = 4 };
+// `activate`. limited is silu of at most a limit, times a value within the same.
+enum class Activation : int {
+  silu = 0,
+  gelu_tanh = 1,
+  swiglu_oai = 2,
+  relu2 = 3,
+  xielu = 4,
+  limited = 5,
+};
 // What makes a factor of a gate.
 enum class Gating : int { sigmoid = 0, softplus = 1 };
 
@@ -72,6 +79,7 @@ struct Finish {
   char* out;
   int64_t out_stride;
   int64_t rows, columns;
+  float limit = 0;  // of Activation::limited
 };
 
 // One row or head to normalise: out = x / rms(x) * weight, or of x less its mean.

@@ -28,6 +28,7 @@ class Post {
     }
     gate_up_.activated = dense_ && layer.gate_up->gated();
     gate_up_.activation = layer.activation;
+    gate_up_.limit = layer.limit;
     kept.lay_out([this](Slices& slices) { place(slices); });
     connect();
   }
@@ -251,7 +252,7 @@ class Post {
       phases.add(input_gate_.items(), [this](int64_t item) { input_gate_.run(kernels_, item); });
       phases.add_tokens(tokens_, [this, width](int64_t token) {
         char* const gate = input_gate_.out.row(token);
-        act_mul_row(type_, layer_.activation, gate, inputs_.row(token), gate, width);
+        act_mul_row(type_, layer_.activation, layer_.limit, gate, inputs_.row(token), gate, width);
         input_projection_.round_row(token);
       });
       phases.add(input_projection_.items(),

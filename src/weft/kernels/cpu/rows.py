@@ -13,7 +13,7 @@ from weft.kernels.arrays import (
     view,
 )
 from weft.kernels.cpu import _native
-from weft.kernels.parts import UNGATED
+from weft.kernels.parts import UNGATED, limit_of
 
 ACTIVATIONS = {
     "silu": 0,
@@ -22,6 +22,7 @@ ACTIVATIONS = {
     "relu2": 3,
     "xielu": 4,
 }  # the numbers of `Activation` in panel.hpp
+_LIMITED = 5
 GATINGS = {"sigmoid": 0, "softplus": 1}  # those of `Gating`
 
 
@@ -117,6 +118,19 @@ def rope(x: Array, cos: Array, sin: Array) -> Array:
     return out
 
 
+def native_activation(activation: str) -> tuple[int, float]:
+    """Return the number of an activation, and its limit, 0 where it has none.
+
+    Raises:
+        ValueError: there is no such activation.
+    """
+    if (limit := limit_of(activation)) is not None:
+        return _LIMITED, limit
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"unknown activation '{activation}'; known: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[activation], 0.0
+
+
 def act_mul(gate_up: Array, activation: str, numbers: Array | None = None) -> Array:
     """Return activation(gate) * up for ``gate_up`` [T, 2I], gate first -> [T, I].
 
@@ -125,10 +139,9 @@ def act_mul(gate_up: Array, activation: str, numbers: Array | None = None) -> Ar
     Raises:
         ValueError: the shape does not fit, or there is no such activation.
     """
-    gated = activation not in UNGATED
-    if gate_up.ndim != 2 or (gated and gate_up.shape[1] % 2) or activation not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
-        raise ValueError(f"cannot apply '{activation}' to {list(gate_up.shape)}; known: {known}")
+    gated, (kind, limit) = activation not in UNGATED, native_activation(activation)
+    if gate_up.ndim != 2 or (gated and gate_up.shape[1] % 2):
+        raise ValueError(f"cannot apply '{activation}' to {list(gate_up.shape)}")
     gate_up = dense_rows(gate_up)
     if not gated:
         wanted = 0 if activation != "xielu" else 4
@@ -136,10 +149,10 @@ def act_mul(gate_up: Array, activation: str, numbers: Array | None = None) -> Ar
             raise ValueError(f"'{activation}' takes {wanted} numbers")
         out = empty(gate_up, gate_up.shape)
         given = 0 if numbers is None else address(numbers)
-        _native.activate(view("x", gate_up), ACTIVATIONS[activation], given, address(out))
+        _native.activate(view("x", gate_up), kind, given, address(out))
         return out
     out = empty(gate_up, (gate_up.shape[0], gate_up.shape[1] // 2))
-    _native.act_mul(view("gate_up", gate_up), ACTIVATIONS[activation], address(out))
+    _native.act_mul(view("gate_up", gate_up), kind, limit, address(out))
     return out
 
 

@@ -8,11 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.float8 import Rounded
-from weft.kernels.parts import SWIGLU_ALPHA, SWIGLU_LIMIT
+from weft.kernels.parts import SWIGLU_ALPHA, SWIGLU_LIMIT, limit_of
 from weft.kernels.triton.fp8 import codes_dtype, not_finite, row_scale, to_e4m3
 from weft.kernels.triton.launch import last_contiguous
 
-ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")  # kernels take their places
+ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")  # kernels take their places, or less a limit
 _ALPHA, _LIMIT = tl.constexpr(SWIGLU_ALPHA), tl.constexpr(SWIGLU_LIMIT)
 GATINGS = ("sigmoid", "softplus")
 _BLOCK = 1024
@@ -31,7 +31,26 @@ def gated(gate, up, ACTIVATION: tl.constexpr):
         turn = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     else:
         turn = gate
-    return gate / (1.0 + tl.exp(-turn)) * up
+    opened = gate / (1.0 + tl.exp(-turn))
+    if ACTIVATION < 0:
+        opened = tl.where(opened > -ACTIVATION, -ACTIVATION, opened)
+        up = tl.where(up > -ACTIVATION, -ACTIVATION, tl.where(up < ACTIVATION, ACTIVATION, up))
+    return opened * up
+
+
+def place_of(activation: str | None) -> float:
+    """Return what kernels take for an activation: 0 for a product without one.
+
+    Raises:
+        ValueError: kernels do not compute it.
+    """
+    if activation is None:
+        return 0
+    if (limit := limit_of(activation)) is not None:
+        return -limit
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"no kernel for {activation}; known: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS.index(activation)
 
 
 @triton.jit
@@ -171,10 +190,21 @@ def _xielu(x, numbers, out, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + row * SIZE + column, y.to(out.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _relu2(x, out, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < SIZE
+    y = tl.load(x + row * stride + column, mask=mask, other=0.0).to(tl.float32)
+    y = tl.where(y < 0.0, 0.0, y)
+    tl.store(out + row * SIZE + column, (y * y).to(out.dtype.element_ty), mask=mask)
+
+
 def act_mul(gate_up: Tensor, activation: str, numbers: Tensor | None = None) -> Tensor:
     """Return activation(gate) * up of ``gate_up`` [T, 2I], gate first -> [T, I].
 
-    Of ``xielu``, which has no gate but ``numbers``, it is that of [T, I].
+    Of ``relu2``, which has no gate, and ``xielu``, which has ``numbers`` instead, it is that of [T,
+    I].
 
     Raises:
         ValueError: the activation is not known, or the shape does not fit.
@@ -187,12 +217,20 @@ def act_mul(gate_up: Tensor, activation: str, numbers: Tensor | None = None) -> 
                 x, numbers, out, x.stride(0), SIZE=size, BLOCK=_BLOCK, num_warps=4, num_stages=1
             )
         return out
+    if activation == "relu2":
+        x, (rows, size) = last_contiguous(gate_up), gate_up.shape
+        out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
+        if rows:
+            _relu2[(rows, triton.cdiv(size, _BLOCK))](
+                x, out, x.stride(0), SIZE=size, BLOCK=_BLOCK, num_warps=4, num_stages=1
+            )
+        return out
     gate_up, rows, size = _check(gate_up, activation)
     out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
         _act_mul[(rows, triton.cdiv(size, _BLOCK))](
             gate_up, out, gate_up.stride(0), SIZE=size, BLOCK=_BLOCK,
-            ACTIVATION=ACTIVATIONS.index(activation), num_warps=4, num_stages=1,
+            ACTIVATION=place_of(activation), num_warps=4, num_stages=1,
         )  # fmt: skip
     return out
 
@@ -208,13 +246,14 @@ def act_mul_for(inputs: str | Tensor, gate_up: Tensor, activation: str) -> Tenso
         _act_mul_round[(rows,)](
             gate_up, inputs if isinstance(inputs, Tensor) else None, out, scales,
             gate_up.stride(0), SIZE=size, BLOCK=_ROW_BLOCK,
-            ACTIVATION=ACTIVATIONS.index(activation), STATIC=isinstance(inputs, Tensor),
+            ACTIVATION=place_of(activation), STATIC=isinstance(inputs, Tensor),
             num_warps=8, num_stages=1,
         )  # fmt: skip
     return Rounded(out, scales)
 
 
 def _check(gate_up: Tensor, activation: str) -> tuple[Tensor, int, int]:
-    if activation not in ACTIVATIONS or gate_up.dim() != 2 or gate_up.shape[1] % 2:
+    place_of(activation)
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2:
         raise ValueError(f"no kernel for {activation} of {list(gate_up.shape)}")
     return last_contiguous(gate_up), gate_up.shape[0], gate_up.shape[1] // 2

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.triton.activation import place_of
 from weft.kernels.triton.coded import (
     activations,
     operand_of,
@@ -19,7 +20,7 @@ from weft.kernels.triton.coded import (
     zero_points,
 )
 from weft.kernels.triton.coded_matrix import TILE, CodedMatrix
-from weft.kernels.triton.expert_pairs import biased, place_of, read_pairs, write_pairs
+from weft.kernels.triton.expert_pairs import biased, read_pairs, write_pairs
 from weft.kernels.triton.launch import last_contiguous
 from weft.kernels.tuning import Launch
 

@@ -8,12 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.kernels.triton.activation import ACTIVATIONS, gated
-
-
-def place_of(activation: str | None) -> int:
-    """Return the place of an activation, 0 for a product without one."""
-    return 0 if activation is None else ACTIVATIONS.index(activation)
+from weft.kernels.triton.activation import gated
 
 
 @triton.jit

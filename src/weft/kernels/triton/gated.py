@@ -9,7 +9,7 @@ from torch import Tensor
 
 from weft.kernels.float8 import Rounded
 from weft.kernels.triton import pdl
-from weft.kernels.triton.activation import ACTIVATIONS, gated
+from weft.kernels.triton.activation import gated, place_of
 from weft.kernels.triton.fp8 import codes_dtype, not_finite, row_scale, to_e4m3
 from weft.kernels.triton.gemm import finish, operand
 from weft.kernels.triton.matrix import TritonMatrix, arithmetic, rows_for, weight_of
@@ -118,8 +118,9 @@ def gated_product(
         KernelUnavailable: the tuning has no launch for the shape.
     """
     outputs, width = matrix.shape
-    if activation not in ACTIVATIONS or outputs % 2:
-        raise ValueError(f"no kernel for {activation} of {outputs} outputs")
+    kind = place_of(activation)
+    if outputs % 2:
+        raise ValueError(f"{outputs} outputs are no pairs of gates and values")
     rows, factors = rows_for(x, matrix)
     count, size = len(rows), outputs // 2
     launch = matrix.launch(count, GATED)
@@ -146,7 +147,7 @@ def gated_product(
             N=size,
             K=width,
             FLAGS=sum(1 << place for place, part in enumerate(parts) if part is not None),
-            ACTIVATION=ACTIVATIONS.index(activation),
+            ACTIVATION=kind,
             ROUND=group,
             STATIC=isinstance(inputs, Tensor),
             **options,

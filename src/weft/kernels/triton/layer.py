@@ -181,7 +181,7 @@ class TritonLayer:
             rows = self._gated(x, self._gate_up, self._down)
             shared = linear(rows, self._down, self._biases.down_bias)
         if not hosted:
-            of = experts.gate_up, experts.down, self._shape.activation
+            of = experts.gate_up, experts.down, experts.activation
             biases = experts.gate_up_bias, experts.down_bias
             return moe(x, shares, ids, *of, *biases, shared, gates)
         y: Tensor = experts.down.receive(x)

@@ -15,10 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.float8 import Rounded
-from weft.kernels.triton.activation import ACTIVATIONS
+from weft.kernels.triton.activation import place_of
 from weft.kernels.triton.coded_matrix import CodedMatrix
 from weft.kernels.triton.coded_moe import multiply
-from weft.kernels.triton.expert_pairs import biased, place_of, read_pairs, write_pairs
+from weft.kernels.triton.expert_pairs import biased, read_pairs, write_pairs
 from weft.kernels.triton.fp8 import round_rows
 from weft.kernels.triton.gemm import operand
 from weft.kernels.triton.launch import power_of_2
@@ -180,11 +180,10 @@ def moe(
         gates: [T] float32, multiplies that.
 
     Raises:
-        ValueError: shapes or dtypes do not fit.
+        ValueError: shapes or dtypes do not fit, or the activation is not known.
         KernelUnavailable: the tuning has no launch for a shape.
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"no kernel for {activation}; known: {', '.join(ACTIVATIONS)}")
+    place_of(activation)
     tokens, top_k = experts.shape
     count, inner = down.shape[0], down.shape[2]
     if gate_up.shape != (count, 2 * inner, x.shape[1]) or x.dtype != gate_up.dtype:
