@@ -27,6 +27,7 @@ class Shape:
     cache_dtype: torch.dtype = torch.float32
     fused: bool = False
     sinks: bool = False
+    causal: bool = True
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Case:
             window=self.shape.window,
             softcap=self.shape.softcap,
             **({} if self.sinks is None else {"sinks": self.sinks}),
+            **({} if self.shape.causal else {"causal": False}),
         )
         assert isinstance(out, Tensor)
         return out

@@ -84,11 +84,11 @@ def shapes(draw: st.DrawFn) -> Shape:
 
 
 @searching(150)
-@given(rows=ROWS, shape=shapes(), seed=st.integers(0, 99), isa=ISAS)
+@given(rows=ROWS, shape=shapes(), seed=st.integers(0, 99), isa=ISAS, causal=st.booleans())
 def test_equals_the_reference(
-    rows: list[tuple[int, int]], shape: Shape, seed: int, isa: str
+    rows: list[tuple[int, int]], shape: Shape, seed: int, isa: str, causal: bool
 ) -> None:
-    case = make_case(rows, shape, seed)
+    case = make_case(rows, replace(shape, causal=causal), seed)
     caches = [(case.k_cache.clone(), case.v_cache.clone()) for _ in range(2)]
     expected = case.run_in_place(reference.paged_attention, *caches[0])
     assert expected.isfinite().all()

@@ -49,7 +49,7 @@ def test_rope(isa, dtype, tokens, heads, size, half, seed) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "activation", ["silu", "silu<=0.5", "gelu_tanh", "swiglu_oai", "relu2", "xielu"]
+    "activation", ["silu", "silu<=0.5", "gelu_tanh", "swiglu_oai", "relu2", "xielu", "gelu"]
 )
 def test_act_mul(isa, dtype, activation) -> None:
     numbers_of = (torch.tensor([0.3, -0.8, 0.5, -1e-6]),) if activation == "xielu" else ()

@@ -37,7 +37,8 @@ class Pooling:
 
     Attributes:
         generates: there is an output head, so there is text.
-        embeds: the state of the last token is a vector of the text.
+        embeds: states of tokens make a vector of the text.
+        pooled: which ones: ``last``, ``first``, or ``mean``.
         unit: vectors have length 1.
         prompts: texts that go before an input, by name (sentence-transformers).
         default_prompt: the name of the one that inputs get that ask for none; empty for none.
@@ -50,6 +51,7 @@ class Pooling:
 
     generates: bool = True
     embeds: bool = True
+    pooled: str = "last"
     unit: bool = True
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str = ""
@@ -111,7 +113,8 @@ class Pooling:
         """What the model is served for, as a phrase."""
         words = ["text"] if self.generates else []
         if self.embeds:
-            words.append("embeddings of the last token" + ", of length 1" * self.unit)
+            of = f"of the {self.pooled} token" if self.pooled != "mean" else "by the mean of tokens"
+            words.append(f"embeddings {of}" + ", of length 1" * self.unit)
         how = {
             "yes-no": "scores by the answer yes or no",
             "head": "scores by a classification head",

@@ -444,12 +444,13 @@ def _resources(config: EngineConfig, resolved: ResolvedConfig, model: Model) -> 
         config.speculation,
         lease_steps=LEASE_STEPS if leases else 0,
         groups=pipelined_steps(config),
+        whole_prompts=model.spec.encoder is not None,
     )
     return Resources(
         groups,
         limits,
         config.service_classes(),
-        prefix_caching=config.prefix_caching,
+        prefix_caching=config.prefix_caching and model.spec.encoder is None,
         targets=TargetPolicy(config.slo_admission, config.slo_margin, config.slo_patience_s),
         host_blocks=(*resolved.host_blocks, *([resolved.host_slots] * bool(resolved.host_slots))),
     )

@@ -85,6 +85,8 @@ def _scheduling_facts(config: EngineConfig, model: Model) -> dict[str, Any]:
     if config.pipeline_parallel > 1:
         reason = "as is set" if config.scheduler != "auto" else "the steps of stages overlap"
         return {"policy": "fcfs", "reason": reason}
+    if model.spec.encoder is not None:
+        return {"policy": "fcfs", "reason": "an encoder's texts are computed whole"}
     path = profile_path(profile_key(config, model), config.profile)
     problem, host_costs = "", ""
     try:

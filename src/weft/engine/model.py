@@ -23,6 +23,7 @@ from weft.core.resolved import (
 )
 from weft.core.settings import format_bytes
 from weft.engine.devices import free_memory, is_cpu, is_resident, pick_device, steps_in_flight
+from weft.engine.encoders import check_encodes
 from weft.engine.host_experts import check_fits_host, place_experts
 from weft.engine.host_tier import check_attends_on_host
 from weft.engine.machine import has_fast_bfloat16
@@ -140,6 +141,7 @@ def find_model(
     check_launches(config, spec, dtype, ops, source)
     check_heads(config, shard_spec(spec, ranks), dtype, ops, device)
     check_recurrent(config, spec, ops, device)
+    check_encodes(config, spec, ops, device)
     check_attends_on_host(config, spec, ops)
     free = (
         _free_memory(config, device, returning_bytes)

@@ -33,6 +33,7 @@ def find_pooling(config: EngineConfig, source: Path, spec: ModelSpec) -> Pooling
         generates=spec.head == "tokens",
         embeds=spec.head != "score",
         unit=spec.unit_states,
+        pooled=spec.pooled,
         prompts={} if modules is None else modules.prompts,
         default_prompt="" if modules is None else modules.default_prompt,
         scoring=scoring,

@@ -213,6 +213,7 @@ def _build(
     engine = build_engine(config, options.returning_bytes, patience_s, kv_file=kv_file)
     config.check_ring(engine.resolved.max_model_len)
     auto = config.scheduler == "auto" and config.pipeline_parallel == 1
+    auto = auto and engine.model.spec.encoder is None
     choice = choose_policy(config, engine) if auto else None
     served = describe_served(config, engine)
     if choice is not None:

@@ -165,6 +165,7 @@ def attend_over(
             softcap=params.softcap,
             sinks=decoder.sinks(layer),
             value_dim=params.value_dim,
+            causal=params.causal,
         )
 
     return attend

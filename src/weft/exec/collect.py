@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import sys
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from itertools import compress
 from typing import Protocol, Self
 
@@ -260,6 +261,25 @@ def score_prompt(
         counts = [params.prompt_logprobs] * (high - low)
         entries += token_logprobs(logprobs, following, counts, decoder.ops.top_k)
     return PromptLogprobs(start + 1, tuple(entries))
+
+
+def pooled_states(
+    kind: str, hidden: Array, ends: Array, counts: Seq[int]
+) -> Callable[[int], Array]:
+    """Return what gives the state [C] of a text by its place among those of a step.
+
+    Args:
+        kind: see ``ModelSpec.pooled``; not ``last``.
+        hidden: [T, C] of the step, in which texts are whole.
+        ends, counts: [S] the last token of each text, and how many it has.
+    """
+
+    def state(number: int) -> Array:
+        stop = int(ends[number]) + 1
+        rows = hidden[stop - counts[number] : stop]
+        return rows[0] if kind == "first" else to_numpy(rows).astype(np.float64).mean(0)
+
+    return state
 
 
 def pooled(decoder: Decoder, state: Array) -> bytes:

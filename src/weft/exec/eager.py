@@ -23,6 +23,7 @@ from weft.exec.collect import (
     StepOutput,
     StepTicket,
     no_memory,
+    pooled_states,
     score_prompt,
     split_rows,
 )
@@ -306,7 +307,11 @@ class EagerExecutor:
             else:
                 sampled = sample(decoder.logits(states), rows, table, decoder.ops, lengths)
             first = sampled.first(own) if len(came) else sampled
-            output.take(batch, inputs.sample_rows, first, states.__getitem__)
+            state, kind = states.__getitem__, decoder.spec.pooled
+            if kind != "last":
+                counts = dict(zip(inputs.rows.tolist(), inputs.counts.tolist(), strict=True))
+                state = pooled_states(kind, hidden, at, [counts[row] for row in rows.tolist()])
+            output.take(batch, inputs.sample_rows, first, state)
             output.take_piggybacked(came, sampled.tokens[own:], sampled.finite[own:])
         for row, score in scores.items():
             output.score(row, score)

@@ -251,6 +251,7 @@ class PagedAttention(Protocol):
         softcap: float | None,
         sinks: Array | None = None,
         value_dim: int | None = None,
+        causal: bool = True,
     ) -> Array: ...
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from weft.kernels.arrays import Array, dtype_name
 from weft.kernels.routing import Routing
 
-UNGATED = ("relu2", "xielu")  # activations of MLPs without a gate
+UNGATED = ("relu2", "xielu", "gelu")  # activations of MLPs without a gate
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of the activation ``swiglu_oai``
 _AT_MOST = "silu<="
 

@@ -116,6 +116,8 @@ def act_mul(gate_up: Tensor, activation: str, numbers: Tensor | None = None) -> 
         below = (torch.expm1(torch.minimum(x, largest)) - x) * fall
         y: Tensor = torch.where(x > 0, rise * x * x, below) + slope * x
         return y.to(gate_up.dtype)
+    if activation == "gelu":  # with erf, without a gate
+        return functional.gelu(gate_up.float()).to(gate_up.dtype)
     if activation == "relu2":
         return functional.relu(gate_up.float()).square().to(gate_up.dtype)
     gate, up = gate_up.float().chunk(2, dim=-1)
@@ -280,8 +282,9 @@ def paged_attention(
     softcap: float | None,
     sinks: Tensor | None = None,
     value_dim: int | None = None,  # noqa: ARG001 - for kernels that compute nothing else
+    causal: bool = True,
 ) -> Tensor:
-    """Write K and V at the batch's slots, then attend causally over each row's context.
+    """Write K and V at the batch's slots, then attend over each row's context.
 
     The queries of row r are the last tokens of its context: the query at position p sees the
     positions (p - window, p], or [0, p] without a window. Padding is as ``AttentionMetadata`` says.
@@ -294,6 +297,7 @@ def paged_attention(
         scale: factor on the scores; ``softcap`` c then maps a score s to c * tanh(s / c).
         sinks: [H] float32, for each query head a further score, whose value is 0 (Xiao et al. 2023;
             as learnt numbers in gpt-oss).
+        causal: a query sees nothing behind its position p; else [p, p + window) as well, or all.
         value_dim: of latent attention, where ``k_cache`` and ``v_cache`` are one array of one KV
             head: so many last numbers of each head's result are wanted, and others may be anything.
 
@@ -318,7 +322,8 @@ def paged_attention(
         table = tables[row] if batch.table_start is None else tables[batch.table_start[row] :]
         keys = _gather(k_cache, table, batch.block_size, first, context)
         values = _gather(v_cache, table, batch.block_size, first, context)
-        out[queries] = _attend_row(q[queries], keys, values, first, scale, window, softcap, sinks)
+        sees = first, window, causal
+        out[queries] = _attend_row(q[queries], keys, values, sees, scale, softcap, sinks)
     return out
 
 
@@ -335,13 +340,17 @@ def _attend_row(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    first: int,
+    sees: tuple[int, int | None, bool],
     scale: float,
-    window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend the queries [n, H, D] of one row over keys of positions [first, first + length)."""
+    """Attend the queries [n, H, D] of one row over keys of positions [first, first + length).
+
+    Args:
+        sees: ``first``, the window, and whether attention is causal.
+    """
+    first, window, causal = sees
     count, heads, dim = q.shape
     kv_heads, length = keys.shape[:2]
     grouped = q.float().transpose(0, 1).reshape(kv_heads, -1, count, dim)  # [Hkv, G, n, D]
@@ -350,9 +359,9 @@ def _attend_row(
         scores = softcap * torch.tanh(scores / softcap)
     key_position = torch.arange(first, first + length, device=q.device)
     position = torch.arange(first + length - count, first + length, device=q.device).unsqueeze(1)
-    visible = key_position <= position  # [n, length]
+    visible = (key_position <= position) | (not causal)  # [n, length]
     if window is not None:
-        visible &= key_position > position - window
+        visible &= ((key_position - position) < window) & (key_position > position - window)
     scores = scores.masked_fill(~visible, float("-inf"))
     if sinks is not None:
         column = sinks.view(kv_heads, -1, 1, 1).expand(-1, -1, count, 1)

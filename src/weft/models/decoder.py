@@ -35,6 +35,7 @@ from weft.models.layers import (
     Angles,
     LayerWeights,
     add_per_layer_input,
+    biased_norm,
     bind_state,
     feed_forward,
     gated,
@@ -87,6 +88,9 @@ class Decoder:
                 replace(layer, qk_norm=self._plain_qk_norm(kind))
                 for kind, layer in zip(spec.layers, self.layers, strict=True)
             )
+        self.embed_positions = weights.get("embed_positions")  # [P, C], of encoders; so are those
+        self.embed_types: Array = weights.get("embed_types")  # [K, C]
+        self.norm_bias: Array = weights.get("norm_bias")  # [C], with the norm of embeddings
         self.per_layer_embedding = weights.get("per_layer_embed")  # [V', L * P]
         self.per_layer_projection = weights.get("per_layer_projection")  # [L * P, C]
         self.per_layer_norm = weights.get("per_layer_norm")  # [P]
@@ -171,7 +175,7 @@ class Decoder:
         Returns:
             The normalised hidden states [T, C]; before the last stage they are not normalised.
         """
-        residual, layer_inputs = self._begin(input_ids)  # [T, C], [L, T, P] or None
+        residual, layer_inputs = self._begin(input_ids, positions)  # [T, C], [L, T, P] or None
         angles = self.angles(positions)
         for number in range(self.spec.num_layers):
             out = attend(number, *self.pre(number, residual, angles))
@@ -182,11 +186,11 @@ class Decoder:
         self._hand_on(residual, layer_inputs)
         return residual
 
-    def _begin(self, input_ids: Array) -> tuple[Array, Array | None]:
+    def _begin(self, input_ids: Array, positions: Array) -> tuple[Array, Array | None]:
         """The residual [T, C] and per-layer inputs [L, T, P] that the layers begin with."""
         spec = self.spec
         if spec.stage.embeds:
-            residual = self.embed(input_ids)
+            residual = self.embed(input_ids, positions)
             return residual, self.layer_inputs(input_ids, residual)
         tokens, hidden, size = len(input_ids), spec.hidden_size, spec.per_layer_input_size
         layers = spec.total_layers - spec.stage.first
@@ -274,9 +278,18 @@ class Decoder:
         cap = self.spec.logit_softcap
         return logits if cap is None else self.ops.softcap(logits, cap)
 
-    def embed(self, input_ids: Array) -> Array:
-        """Return the token embeddings [T, C], scaled where the family scales them."""
+    def embed(self, input_ids: Array, positions: Array | None = None) -> Array:
+        """Return the token embeddings [T, C], scaled where the family scales them.
+
+        Args:
+            positions: [T] int64, which encoders need.
+        """
         embedded = self._look_up(input_ids, self.embedding, self.spec.vocab_size)
+        if (encoder := self.spec.encoder) is not None:
+            assert positions is not None
+            places = self.ops.embedding(positions + encoder.first_position, self.embed_positions)
+            embedded = embedded + self.embed_types[:1] + places
+            return biased_norm(self.spec, embedded, self.final_norm, self.norm_bias, self.ops)
         embedded = scaled(embedded, self.spec.embedding_scale)
         if self.spec.embedding_norm:
             embedded = self.ops.rms_norm(embedded, None, self.spec.norm_eps, False)
@@ -382,6 +395,12 @@ class Decoder:
         attended = gated(spec, weights, attended, residual, ops)
         y = ops.linear(attended.reshape(len(attended), -1), weights.output, weights.output_bias)
         y = ops.ranks.sum(y)  # [T, C], or a rank's rows of that
+        if spec.encoder is not None:
+            first = weights.post_attention_norm, weights.post_attention_norm_bias
+            residual = biased_norm(spec, residual + y, *first, ops)
+            y = feed_forward(spec, spec.layers[layer], weights, residual, ops)
+            last = weights.post_mlp_norm, weights.post_mlp_norm_bias
+            return biased_norm(spec, residual + y, *last, ops)
         if weights.post_attention_norm is not None:
             y = _post_norm(spec, y, weights.post_attention_norm, ops)
         before = ops.ranks.own(residual)
@@ -398,8 +417,10 @@ class Decoder:
         return residual if weights.layer_scalar is None else residual * weights.layer_scalar
 
     def finish(self, residual: Array) -> Array:
-        """Return the final norm of the residual [T, C]."""
+        """Return the final norm of the residual [T, C], which encoders have in their layers."""
         spec = self.spec
+        if spec.encoder is not None:
+            return residual
         plus_one, centred = self._final_plus_one, spec.norm_centred
         return self.ops.rms_norm(residual, self.final_norm, spec.norm_eps, plus_one, centred)
 

@@ -8,6 +8,7 @@ from weft.models.attention_families import ATTENTION_FAMILIES
 from weft.models.bailing import BAILING
 from weft.models.cohere import COHERE
 from weft.models.conv_families import CONV_FAMILIES
+from weft.models.encoders import ENCODERS
 from weft.models.family import Family, Reader
 from weft.models.gemma import GEMMA
 from weft.models.hybrids import HYBRIDS
@@ -26,6 +27,7 @@ ROWS = (
     *(*LLAMA_LIKE, *LLAMA_VARIANTS, *MISTRALS, *COHERE, *GEMMA, *COUSINS),
     *(*MOE_FAMILIES, *ATTENTION_FAMILIES, *HYBRIDS, *LATENT_FAMILIES),
     *(*KIMI, *MIMO, *STEP, *BAILING, *CONV_FAMILIES, *MAMBA_FAMILIES),
+    *ENCODERS,
 )
 FAMILIES = {row.name: row for row in ROWS}
 

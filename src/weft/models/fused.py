@@ -32,6 +32,8 @@ def fusable(spec: ModelSpec, layer: LayerSpec, fused: Fused, ranks: int = 1) -> 
 
     Norms over the heads of all ranks have a sum over ranks in the middle.
     """
+    if spec.encoder is not None:
+        return False
     if ranks > 1 and (layer.state is not None or spec.qk_norm_whole):
         return False
     if spec.value_dim is not None and spec.output_gate is not None:

@@ -59,7 +59,9 @@ class LayerWeights:
     forget_bias: Array | None = None  # [Hv * Dk] float32, in place of ``state_bias``
     qk_norm: Array | None = None  # [H + Hkv, D]; of norms over all heads [(H + Hkv) * D]
     post_attention_norm: Array | None = None  # [C]
+    post_attention_norm_bias: Array | None = None  # [C], of encoders
     post_mlp_norm: Array | None = None  # [C]
+    post_mlp_norm_bias: Array | None = None  # [C]
     gate_up: Weight | None = None  # [2 I, C]
     gate_up_bias: Array | None = None  # [2 I]
     up: Weight | None = None  # [I, C], of an MLP without a gate
@@ -357,6 +359,13 @@ def add_per_layer_input(
 def pre_norm(spec: ModelSpec, x: Array, weight: Array | None, ops: OpTable) -> Array:
     """Return the norm of ``x`` [T, C] before attention or the MLP, where the model has one."""
     return _norm(spec, x, weight, ops) if spec.pre_norms else x
+
+
+def biased_norm(
+    spec: ModelSpec, x: Array, weight: Array | None, bias: Array | None, ops: OpTable
+) -> Array:
+    """Return the norm of ``x`` [T, C] with its bias."""
+    return _norm(spec, x, weight, ops) + bias
 
 
 def _norm(spec: ModelSpec, x: Array, weight: Array | None, ops: OpTable) -> Array:

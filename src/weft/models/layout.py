@@ -12,10 +12,18 @@ from dataclasses import replace
 
 from weft.kernels.parts import UNGATED
 from weft.kernels.storage import GATED, Storage, computed_as
+from weft.models.latent_layout import latent_up
 from weft.models.parameter import Parameter, Piece, Shape, stack, whole
 from weft.models.quant_config import GGUF, StoredWeights
 from weft.models.shard import WHOLE, Shard, cut, has_mlp
-from weft.models.spec import LatentSpec, LayerSpec, ModelSpec, MoeSpec
+from weft.models.spec import (
+    CheckpointLayout,
+    EncoderSpec,
+    LatentSpec,
+    LayerSpec,
+    ModelSpec,
+    MoeSpec,
+)
 from weft.models.state_layout import recurrence
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -67,14 +75,29 @@ def parameters(spec: ModelSpec, *, stacked_experts: bool = False) -> Iterator[Pa
         ]
         for parameter in inside:
             stored = _stored_number(layer, stage.first + number, parameter)
-            yield _within_layer(number, stored, parameter, renamed)
+            yield _within_layer(number, stored, parameter, spec.layout)
     if not stage.ends:
+        return
+    if spec.encoder is not None:
+        yield from _beside_tokens(spec, spec.encoder)
         return
     yield whole("norm", _renamed("norm.weight", renamed), (hidden,))
     if spec.head == "score":
         yield whole("score", "score.weight", (1, hidden))
     if not spec.tied_embeddings:
         yield whole("lm_head", "lm_head.weight", (spec.vocab_size, hidden))
+
+
+def _beside_tokens(spec: ModelSpec, encoder: EncoderSpec) -> Iterator[Parameter]:
+    """What encoders add to embeddings of tokens, and the norm of the sum."""
+    hidden, renamed = spec.hidden_size, spec.layout.renamed
+    tables = {"positions": encoder.positions, "types": encoder.token_types}
+    for name, rows in tables.items():
+        tensor = _renamed(f"embed_{name}.weight", renamed)
+        yield whole(f"embed_{name}", tensor, (rows, hidden))
+    for kind in ("weight", "bias"):
+        tensor = _renamed(f"embed_norm.{kind}", renamed)
+        yield whole("norm" if kind == "weight" else "norm_bias", tensor, (hidden,))
 
 
 def embedding_name(spec: ModelSpec) -> str:
@@ -165,12 +188,13 @@ def stored_as(stored: StoredWeights, parameter: Parameter, *, tied: bool = False
 
 
 def _within_layer(
-    number: int, stored: int, parameter: Parameter, renamed: Mapping[str, str]
+    number: int, stored: int, parameter: Parameter, layout: CheckpointLayout
 ) -> Parameter:
     """The parameter of a layer, and its tensors, which may be those of another number."""
+    renamed = layout.renamed
 
     def name(tensor: str) -> str:
-        return f"layers.{stored}.{_renamed(tensor, renamed) if renamed else tensor}"
+        return f"{layout.layers}.{stored}.{_renamed(tensor, renamed) if renamed else tensor}"
 
     pieces = tuple(replace(piece, tensor=name(piece.tensor)) for piece in parameter.pieces)
     return Parameter(f"layers.{number}.{parameter.name}", parameter.shape, pieces)
@@ -242,32 +266,12 @@ def _latent(spec: ModelSpec, latent: LatentSpec) -> Iterator[Parameter]:
         up = whole("query_up", "self_attn.q_b_proj.weight", (rows, latent.query_rank))
         yield _turned(spec, latent, up)
     yield whole("latent_norm", "self_attn.kv_a_layernorm.weight", (rank,))
-    yield from _latent_up(spec, latent)
+    yield from latent_up(spec, latent)
     yield whole("output", "self_attn.o_proj.weight", (hidden, heads * latent.value_dim))
     if spec.output_bias:
         yield whole("output_bias", "self_attn.o_proj.bias", (hidden,))
     if spec.output_gate is not None:
         yield whole("output_gate", "self_attn.gate_proj.weight", (heads, hidden))
-
-
-def _latent_up(spec: ModelSpec, latent: LatentSpec) -> Iterator[Parameter]:
-    """What makes keys and values of latents, for each head."""
-    heads, rank = spec.num_heads, latent.rank
-    key, value = (heads, rank, latent.plain_dim), (heads, latent.value_dim, rank)
-    if spec.layout.split_latent:
-        yield whole("key_up", "self_attn.k_b_proj.weight", key)
-        yield whole("value_up", "self_attn.v_b_proj.weight", value)
-        return
-    each = latent.plain_dim + latent.value_dim
-    keys, values = [], []
-    for head in range(heads):
-        start, middle = head * each, head * each + latent.plain_dim
-        tensor, of_key = "self_attn.kv_b_proj.weight", (slice(None), slice(start, middle))
-        keys.append(Piece(tensor, (rank, heads * each), (head,), of_key, transposed=True))
-        of_value = (slice(middle, start + each),)
-        values.append(Piece(tensor, (heads * each, rank), (head,), of_value))
-    yield Parameter("key_up", key, tuple(keys))
-    yield Parameter("value_up", value, tuple(values))
 
 
 def _named(kind: str, parts: list[tuple[str, int]]) -> list[tuple[str, int]]:
@@ -365,6 +369,8 @@ def _norms(spec: ModelSpec, layer: LayerSpec) -> Iterator[Parameter]:
         if "mlp" in name and not layer.has_feed_forward:
             continue
         yield whole(name, f"{tensor}.weight", (spec.hidden_size,))
+        if spec.encoder is not None:
+            yield whole(f"{name}_bias", f"{tensor}.bias", (spec.hidden_size,))
 
 
 def _mlp(spec: ModelSpec, layer: LayerSpec) -> Iterator[Parameter]:

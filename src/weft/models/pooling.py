@@ -21,6 +21,9 @@ PROMPTS = "config_sentence_transformers.json"
 MOST_MODULES, MOST_PROMPTS, MOST_PROMPT_CHARS = 16, 64, 10_000
 SIGMOID = "Sigmoid"
 UNREAD = {"Transformer"}  # modules that are the model itself
+# Modes of pooling with ``ModelSpec.pooled``. States of a decoder but the last one know a part of
+# the text only.
+POOLED = {"lasttoken": "last", "cls": "first", "mean": "mean"}
 _SERVE_BARE = f"remove {MODULES} to serve the model without its modules"
 
 
@@ -29,13 +32,13 @@ class Modules:
     """What modules beside the model say.
 
     Attributes:
-        pools: they make vectors of texts.
+        pooled: which states make vectors of texts, see ``ModelSpec.pooled``; empty: they make none.
         unit: these are scaled to length 1.
         answers: token ids of yes and no, whose logits make a score.
         prompts, default_prompt: see `weft.core.pooling.Pooling`.
     """
 
-    pools: bool = False
+    pooled: str = ""
     unit: bool = False
     answers: tuple[int, int] | None = None
     prompts: Mapping[str, str] = field(default_factory=dict)
@@ -47,15 +50,14 @@ def read_modules(folder: Path) -> Modules | None:
 
     Raises:
         UnsupportedModelError: a file is not what it should be, or a module is one that weft does
-            not implement: pooling other than of the last token, or a further layer.
+            not implement: another kind of pooling, or a further layer.
     """
     if not (folder / MODULES).is_file():
         return None
     found = Modules()
     for kind, path in _listed(folder):
         if kind == "Pooling":
-            _check_pooling(_config(folder, path), path)
-            found = replace(found, pools=True)
+            found = replace(found, pooled=_pooled(_config(folder, path), path))
         elif kind == "Normalize":
             found = replace(found, unit=True)
         elif kind == "LogitScore":
@@ -91,9 +93,16 @@ def read_activation(config: ConfigReader) -> bool:
 def with_modules(spec: ModelSpec, folder: Path) -> ModelSpec:
     """The spec of a model that its modules make an embedding model, as which it has no head."""
     modules = read_modules(folder)
-    if modules is None or not modules.pools:
+    if modules is None or not modules.pooled:
         return spec
-    return replace(without_head(spec, "none"), unit_states=modules.unit)
+    if spec.encoder is None and modules.pooled != "last":
+        mode = next(name for name, pooled in POOLED.items() if pooled == modules.pooled)
+        raise UnsupportedModelError(
+            f"{MODULES}: pooling by '{mode}' is supported of encoders, and of this model only by "
+            f"'lasttoken'; {_SERVE_BARE}.",
+            param="pooling_mode",
+        )
+    return replace(without_head(spec, "none"), unit_states=modules.unit, pooled=modules.pooled)
 
 
 def without_head(spec: ModelSpec, head: str) -> ModelSpec:
@@ -140,19 +149,23 @@ def _config(folder: Path, path: str) -> dict[str, Any]:
     return read_object(folder / path / "config.json", UnsupportedModelError)
 
 
-def _check_pooling(config: Mapping[str, Any], path: str) -> None:
+def _pooled(config: Mapping[str, Any], path: str) -> str:
+    """Which states a module of pooling takes; see ``ModelSpec.pooled``."""
     modes = config.get("pooling_mode")
     if modes is None:
         flags = [name for name, on in config.items() if name.startswith("pooling_mode_") and on]
-        modes = [name.removeprefix("pooling_mode_").removesuffix("_tokens") for name in flags]
+        ends = ("_tokens", "_token")
+        modes = [name.removeprefix("pooling_mode_") for name in flags]
+        modes = [mode.removesuffix(ends[0]).removesuffix(ends[1]) for mode in modes]
     names = modes if isinstance(modes, list) else [modes]
-    if [str(name) for name in names] != ["lasttoken"]:
+    if len(names) != 1 or str(names[0]) not in POOLED:
         named = short(", ".join(map(str, names)) or "none", 80)
         raise UnsupportedModelError(
-            f"{path}/config.json: pooling by '{named}' is not supported, only by 'lasttoken'; "
-            f"{_SERVE_BARE}.",
+            f"{path}/config.json: pooling by '{named}' is not supported, only by one of "
+            f"{', '.join(POOLED)}; {_SERVE_BARE}.",
             param="pooling_mode",
         )
+    return POOLED[str(names[0])]
 
 
 def _answers(config: Mapping[str, Any], path: str) -> tuple[int, int]:

@@ -157,6 +157,23 @@ class LatentSpec:
 
 
 @dataclass(frozen=True)
+class EncoderSpec:
+    """A model that reads a text in both directions, whole in one step (Devlin et al. 2018, BERT).
+
+    Its layers normalise residual sums, with biases, and so are embeddings.
+
+    Attributes:
+        positions: rows of the table of positions.
+        first_position: the row of the first token.
+        token_types: rows of the table of kinds of tokens, of which texts have the first.
+    """
+
+    positions: int
+    first_position: int
+    token_types: int
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """The parameters in which layers may differ."""
 
@@ -226,6 +243,7 @@ class AttentionParams:
     window: int | None
     softcap: float | None
     value_dim: int | None = None  # of latent attention
+    causal: bool = True
 
 
 @dataclass(frozen=True)
@@ -239,6 +257,7 @@ class CheckpointLayout:
     """
 
     prefixes: tuple[str, ...] = ("model.", "")
+    layers: str = "layers"  # what is before a layer's number
     fused_qkv: bool = False  # stored as qkv_proj, as in Phi-3
     gate_in_q: bool = False  # q_proj has the rows of each head's gate behind those of its query
     # Inputs of recurrent layers are stored by key head, as Qwen3-Next has them; so are their gates.
@@ -335,6 +354,8 @@ class ModelSpec:
     logit_scale: float = 1.0
     tied_embeddings: bool = False
     head: str = "tokens"  # or "none"; "score": one number of each state, a classifier's
+    encoder: EncoderSpec | None = None
+    pooled: str = "last"  # which states make a text's vector: of its last token, "first", or "mean"
     unit_states: bool = True  # vectors of texts have length 1
     sigmoid_scores: bool = True  # of rerankers, unless a request asks for logits
     moe: MoeSpec | None = None
@@ -376,9 +397,10 @@ class ModelSpec:
         """Whether rows of one step may join those of another step between two layers.
 
         Per-layer token inputs are computed at the start of a step for all its layers, so they rule
-        it out. Latent attention has more to do around the cache than other processes know.
+        it out, and so do positions of encoders. Latent attention has more to do around the cache
+        than other processes know.
         """
-        return self.per_layer_input_size == 0 and self.latent is None
+        return self.per_layer_input_size == 0 and self.latent is None and self.encoder is None
 
     @cached_property
     def kv_groups(self) -> tuple[KVGroup, ...]:
@@ -431,6 +453,7 @@ class ModelSpec:
                 window=layer.window,
                 softcap=self.attention_softcap,
                 value_dim=None if self.latent is None else self.latent.rank,
+                causal=self.encoder is None,
             )
             for number, layer in enumerate(self.layers)
         )

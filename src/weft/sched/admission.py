@@ -135,6 +135,8 @@ class Admission:
                 cache.open(sequence.id, hit, start - hit)
             count = step.room(start, len(sequence.tokens) - start)
             upto = min(start + count, cache.growable(sequence.id))
+            if step.whole and upto < start + count:
+                upto = start
         if upto <= start or cache.extend(sequence.id, upto) is None:
             cache.release(sequence.id)
             return False

@@ -66,6 +66,7 @@ class BatchBuilder:
         admission_blocked: a class waits for memory on its way back, so lower classes start nothing.
         reserves: by priority, the blocks of each group that its newcomers leave to those that run.
         predicted_s: how long the policy expects it to take; 0 if it does not say.
+        whole: the next tokens of a sequence are computed all together, or not yet.
     """
 
     budget: int
@@ -80,10 +81,11 @@ class BatchBuilder:
     drafts: list[tuple[Sequence, tuple[int, ...]]] = field(default_factory=list)
     reserves: dict[int, list[int]] = field(default_factory=dict)
     predicted_s: float = 0.0
+    whole: bool = False
 
     def room(self, start: int, most: int) -> int:  # noqa: ARG002 - some steps ask where
         """The number of a sequence's next ``most`` tokens, from ``start``, that still fit."""
-        return min(most, self.budget)
+        return 0 if self.whole and most > self.budget else min(most, self.budget)
 
     def put_single(self, sequences: list[Sequence], starts: list[int]) -> None:
         """Compute one token of each of these sequences, which count it already."""

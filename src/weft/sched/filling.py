@@ -107,7 +107,7 @@ class Filler:
                 continue
             if not self.grow(step, sequence, start + count):
                 count = min(count, self._cache.growable(sequence.id) - start)
-                if count <= 0 or not self.grow(step, sequence, start + count):
+                if step.whole or count <= 0 or not self.grow(step, sequence, start + count):
                     continue
             step.put(sequence, count)
 

@@ -51,7 +51,7 @@ class FCFSPolicy:
         """Return the next step, or None if there is nothing to do at present."""
         scheduler = self._scheduler
         budget = self.budget()
-        step = BatchBuilder(budget)
+        step = BatchBuilder(budget, whole=scheduler.limits.whole_prompts)
         if self._cost is not None:
             step = TimedBatch(budget, cost=self._cost, limit_s=float("inf"))
         scheduler.memory.make_way(step)

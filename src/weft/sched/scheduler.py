@@ -48,6 +48,7 @@ class Limits:
         max_model_len: tokens in one sequence, prompt and output.
         speculation: tokens of the longest draft of a request that does not say; 0 for none.
         lease_steps: steps that the executor may compute on its own after a planned one.
+        whole_prompts: a prompt is computed in one step, or not yet.
         groups: of a pipeline, how many steps the decoding sequences are shared out over, since each
             waits for its last token before the next is planned; else 0.
     """
@@ -58,6 +59,7 @@ class Limits:
     speculation: int = 0
     lease_steps: int = 0
     groups: int = 0
+    whole_prompts: bool = False
 
 
 class Policy(Protocol):

@@ -154,6 +154,12 @@ class Work {
     const int32_t* start = call_.query_start.as<int32_t>() + row;
     return start[1] - start[0];
   }
+  // Positions behind its own that a query sees.
+  int64_t ahead_of(int64_t position, int64_t context) const {
+    if (call_.causal) return 0;
+    const int64_t left = context - 1 - position;
+    return call_.window == 0 ? left : std::min(left, call_.window - 1);
+  }
   const int32_t* table_of(int64_t row) const {
     return call_.block_tables.as<int32_t>() + row * call_.block_tables.stride[0];
   }
@@ -174,7 +180,8 @@ class Work {
       for (int64_t first = 0; first < vectors; first += tile_queries) {
         const int64_t count = std::min(tile_queries, vectors - first);
         const int64_t lo = first_seen(past + first / group_);
-        const int64_t hi = past + (first + count - 1) / group_ + 1;
+        const int64_t last = past + (first + count - 1) / group_;
+        const int64_t hi = last + 1 + ahead_of(last, context);
         items_.push_back({row, 0, kv_head, 1, first, count, lo / split_keys,
                           (hi - 1) / split_keys + 1, hi - lo});
       }
@@ -265,10 +272,11 @@ class Work {
   // Fill in the query vectors [first, first + count) of a row.
   void add_queries(int64_t row, int64_t kv_head, int64_t first, int64_t count, Query* to) const {
     const int64_t start = call_.query_start.as<int32_t>()[row];
-    const int64_t past = call_.seq_lens.as<int32_t>()[row] - tokens_of(row);
+    const int64_t context = call_.seq_lens.as<int32_t>()[row], past = context - tokens_of(row);
     for (int64_t i = first; i < first + count; ++i) {
       const int64_t token = i / group_, head = kv_head * group_ + i % group_;
-      *to = {at(call_.q, start + token, head), at(call_.out, start + token, head), past + token};
+      *to = {at(call_.q, start + token, head), at(call_.out, start + token, head), past + token,
+             ahead_of(past + token, context)};
       if (call_.sinks) to->sink = call_.sinks->as<float>()[head];
       ++to;
     }

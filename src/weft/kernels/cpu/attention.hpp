@@ -18,7 +18,8 @@ struct Attention {
   Tensor seq_lens;                // [R] i32
   Tensor slot_mapping;                      // [T] i64
   int64_t block_size = 0;
-  int64_t window = 0;                // positions that a query sees, itself included; 0: all
+  int64_t window = 0;                // positions that a query sees up to its own; 0: all
+  bool causal = true;                // it sees none behind its own, else as many as before it
   float scale = 1.0f;
   float softcap = 0.0f;              // 0: none
   std::optional<Tensor> sinks;       // [H] f32, a score without a value that all queries of a head see

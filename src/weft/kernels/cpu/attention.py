@@ -28,8 +28,9 @@ def paged_attention(
     softcap: float | None,
     sinks: Array | None = None,
     value_dim: int | None = None,  # noqa: ARG001 - whole rows are computed
+    causal: bool = True,
 ) -> Array:
-    """Write ``k`` and ``v`` at their slot_mapping, then attend causally; returns ``[T, H, D]`` like
+    """Write ``k`` and ``v`` at their slot_mapping, then attend; returns ``[T, H, D]`` like
     ``q``.
 
     The queries of row r are the last tokens of its context. Sums are float32; where queries and
@@ -53,6 +54,7 @@ def paged_attention(
         window: a query at position p sees the positions in ``(p - window, p]``; None: all up to p.
         sinks: ``[H]`` float32, a further score for each query head, whose value is 0; None: none.
         value_dim: how many last numbers of each head's result are wanted; all are computed.
+        causal: see ``reference.paged_attention``.
         softcap: scores s become ``softcap * tanh(s / softcap)``; None: they stay.
 
     Raises:
@@ -80,6 +82,7 @@ def paged_attention(
         window or 0,
         softcap or 0.0,
         None if sinks is None else view("sinks", sinks),
+        causal,
     )
     return out
 

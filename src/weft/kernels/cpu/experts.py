@@ -129,8 +129,8 @@ def bind_experts(
     Raises:
         ValueError: shapes or dtypes do not fit, or there is no such activation.
     """
-    if activation == "xielu":
-        raise ValueError("experts have no numbers of an activation, which xielu needs")
+    if activation in ("xielu", "gelu"):
+        raise ValueError(f"no kernel for experts with {activation}")
     if not down or len(gate_up) != len(down):
         raise ValueError(f"{len(gate_up)} first and {len(down)} second matrices of experts")
     experts = _native.Experts()

@@ -47,7 +47,7 @@ void paged_attention(nb::tuple out, nb::tuple q, std::optional<nb::tuple> k,
                      std::optional<nb::tuple> v, nb::tuple k_cache, nb::tuple v_cache,
                      nb::tuple block_tables, nb::tuple query_start, nb::tuple seq_lens,
                      nb::tuple slot_mapping, int64_t block_size, double scale, int64_t window,
-                     double softcap, std::optional<nb::tuple> sinks) {
+                     double softcap, std::optional<nb::tuple> sinks, bool causal) {
   const weft::Attention call{
       .out = tensor_of("out", out),
       .q = tensor_of("q", q),
@@ -61,6 +61,7 @@ void paged_attention(nb::tuple out, nb::tuple q, std::optional<nb::tuple> k,
       .slot_mapping = tensor_of("slot_mapping", slot_mapping),
       .block_size = block_size,
       .window = window,
+      .causal = causal,
       .scale = static_cast<float>(scale),
       .softcap = static_cast<float>(softcap),
       .sinks = maybe_tensor_of("sinks", sinks),
@@ -76,7 +77,8 @@ NB_MODULE(_native, m) {
   m.def("paged_attention", &paged_attention, nb::arg("out"), nb::arg("q"), nb::arg("k").none(),
         nb::arg("v").none(), nb::arg("k_cache"), nb::arg("v_cache"), nb::arg("block_tables"),
         nb::arg("query_start"), nb::arg("seq_lens"), nb::arg("slot_mapping"), nb::arg("block_size"),
-        nb::arg("scale"), nb::arg("window"), nb::arg("softcap"), nb::arg("sinks").none());
+        nb::arg("scale"), nb::arg("window"), nb::arg("softcap"), nb::arg("sinks").none(),
+        nb::arg("causal"));
   m.def("read_all", [](uintptr_t data, int64_t words) {
     return weft::read_all({reinterpret_cast<const uint64_t*>(data), static_cast<size_t>(words)});
   }, nb::arg("data"), nb::arg("words"), nb::call_guard<nb::gil_scoped_release>());

@@ -160,6 +160,7 @@ void activate_row(DType type, Activation activation, const float* numbers, const
   if (activation == Activation::xielu) {
     return chosen_isa().panel->xielu(type, numbers, row, out, count);
   }
+  if (activation == Activation::gelu) return chosen_isa().panel->gelu(type, row, out, count);
   for (int64_t i = 0; i < count; ++i) {
     const float number = number_at(row, type, i);
     const float positive = number < 0.0f ? 0.0f : number;  // NaN stays NaN

@@ -311,6 +311,19 @@ void xielu(DType type, const float* numbers, const char* x, char* out, int64_t c
   xielu_as<DType::bf16>(numbers, x, out, count);
 }
 
+template <DType type>
+void gelu_as(const char* x, char* out, int64_t count) {
+  constexpr int64_t size = type == DType::f32 ? 4 : 2;
+  for (int64_t i = 0; i < count; i += W) {
+    write<type>(out + i * size, gelu_of(read<type>(x + i * size, count - i)), count - i);
+  }
+}
+
+void gelu(DType type, const char* x, char* out, int64_t count) {
+  if (type == DType::f32) return gelu_as<DType::f32>(x, out, count);
+  gelu_as<DType::bf16>(x, out, count);
+}
+
 // ---- gates of attention's output ----
 
 template <DType type>
@@ -481,7 +494,7 @@ void combine(DType type, const Share* shares, int64_t rows, char* out, int64_t c
 extern const PanelKernels WEFT_NAME(panel_kernels_, WEFT_ISA);
 const PanelKernels WEFT_NAME(panel_kernels_, WEFT_ISA) = {
     WEFT_TEXT(WEFT_ISA), {multiply<Format::f32>, multiply<Format::bf16>},
-    finish, finish_gated, xielu, gate, norm, squares, weigh, rotate, scale, combine,
+    finish, finish_gated, xielu, gelu, gate, norm, squares, weigh, rotate, scale, combine,
 };
 
 }  // namespace weft

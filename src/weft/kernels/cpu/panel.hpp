@@ -39,7 +39,7 @@ inline constexpr int64_t panel_columns = 64;
 inline constexpr int64_t gated_columns = panel_columns / 2;
 
 // swiglu_oai is gpt-oss's: (value + 1) * gate * sigmoid(1.702 * gate), of a gate of at most 7 and a
-// value within [-7, 7]. relu2 and xielu belong to products without a gate: see
+// value within [-7, 7]. relu2, xielu and gelu belong to products without a gate: see
 // `activate`. limited is silu of at most a limit, times a value within the same.
 enum class Activation : int {
   silu = 0,
@@ -48,6 +48,7 @@ enum class Activation : int {
   relu2 = 3,
   xielu = 4,
   limited = 5,
+  gelu = 6,
 };
 // What makes a factor of a gate.
 enum class Gating : int { sigmoid = 0, softplus = 1 };
@@ -106,6 +107,8 @@ struct PanelKernels {
   // linear part, of its exponential of; that slope; and the largest number that the exponential takes.
   // `out` may be x.
   void (*xielu)(DType, const float* numbers, const char* x, char* out, int64_t count);
+  // x times the share of a normal distribution below it. `out` may be x.
+  void (*gelu)(DType, const char* x, char* out, int64_t count);
   // x times the factors of its gates, of which each is that of `each` numbers of x. `out` may be x.
   void (*gate)(DType, Gating, const char* x, const char* gates, int64_t each, char* out,
                int64_t count);

@@ -21,6 +21,7 @@ ACTIVATIONS = {
     "swiglu_oai": 2,
     "relu2": 3,
     "xielu": 4,
+    "gelu": 6,
 }  # the numbers of `Activation` in panel.hpp
 _LIMITED = 5
 GATINGS = {"sigmoid": 0, "softplus": 1}  # those of `Gating`

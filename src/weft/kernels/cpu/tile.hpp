@@ -30,12 +30,14 @@ struct Cache {
   int64_t scales_bytes;   // from a head of a block to its scales, if the type is scaled
 };
 
-// One head of one token: where it lies, and its position in the sequence. `sink` is the score of a
-// key without a value that it sees besides; -infinity: there is none.
+// One head of one token: where it lies, its position in the sequence, and how many positions behind
+// that it sees. `sink` is the score of a key without a value that it sees besides; -infinity: there
+// is none.
 struct Query {
   const char* q;
   char* out;
   int64_t position;
+  int64_t ahead = 0;
   float sink = -__builtin_inff();
 };
 
@@ -44,7 +46,7 @@ struct Tile {
   int64_t heads, count;   // heads * count is at most tile_queries
   DType type;             // of the queries and of what comes out
   int64_t head_size;
-  int64_t window;         // positions that a query sees, itself included; 0: all
+  int64_t window;         // positions that a query sees up to its own; 0: all
   float scale;
   float softcap;          // 0: none
   const int32_t* table;   // block ids of the sequence
@@ -59,8 +61,8 @@ struct Span {
   int64_t first, end;
 };
 static inline Span seen_by(const Tile& tile, int64_t i) {
-  const int64_t end = tile.queries[i].position + 1, first = end - tile.window;
-  return {tile.window == 0 || first < 0 ? 0 : first, end};
+  const int64_t own = tile.queries[i].position + 1, first = own - tile.window;
+  return {tile.window == 0 || first < 0 ? 0 : first, own + tile.queries[i].ahead};
 }
 // Those that any of the queries [first, first + count) sees.
 static inline Span seen_by_any(const Tile& tile, int64_t first, int64_t count) {

@@ -22,6 +22,7 @@ from weft.kernels.triton.storage import as_bytes, scales_of
 from weft.kernels.triton.tiles import Heads, Plan, padded, plan
 from weft.kernels.triton.work_list import work_list
 from weft.kernels.tuning import Tuning
+from weft.kernels.unavailable import KernelUnavailable
 
 __all__ = ["paged_attention", "plan_for", "plan_on"]
 
@@ -42,6 +43,7 @@ def paged_attention(
     softcap: float | None,
     sinks: Tensor | None = None,
     value_dim: int | None = None,
+    causal: bool = True,
     tuning: Tuning | None = None,
 ) -> Tensor:
     """Write K and V, then attend; see ``reference.paged_attention``.
@@ -56,12 +58,16 @@ def paged_attention(
             lie together.
         value_dim: of latent attention, one KV head whose values are the ends of its keys; ``v`` and
             ``v_cache`` are those, and passed over.
+        causal: there is no kernel for attention in both directions.
         tuning: where tiles and splits come from; without one by rule.
 
     Raises:
         ValueError: shapes or types do not fit; nothing has been written then.
-        KernelUnavailable: the tuning is a file that has no launch for the shape; as above.
+        KernelUnavailable: the tuning is a file that has no launch for the shape, or attention is
+            not causal; as above.
     """
+    if not causal:
+        raise KernelUnavailable("no kernel attends in both directions on a GPU")
     _check(q, k, v, k_cache, v_cache, batch)
     _check_latent(q, k_cache, value_dim)
     if window is not None and window < 1:
