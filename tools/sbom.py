@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -35,6 +36,10 @@ def packages(environment: Path) -> dict[str, Any]:
     if done.returncode:
         raise SystemExit(f"cyclonedx-py has failed: {done.stderr.strip()}")
     found: dict[str, Any] = json.loads(done.stdout)
+    text = (ROOT / "src" / "weft" / "__init__.py").read_text(encoding="utf-8")
+    version = re.search(r'__version__ = "(.+)"', text)
+    assert version is not None
+    found["metadata"]["component"]["version"] = version[1]
     return found
 
 
