@@ -4,8 +4,8 @@
 
 ENVIRONMENT is a virtual environment in which the wheel of a release is installed, as by
 ``deploy/constraints.txt``. cyclonedx-bom must be installed beside the Python that runs this, which
-describes the packages; the parts of ``deploy/parts.toml``, and all files of folders called
-``vendor``, are added to those.
+describes the packages; the parts of ``deploy/parts.toml``, the packages of npm that a
+``vendor/versions.json`` lists, and all other files of folders called ``vendor`` are added to those.
 """
 
 from __future__ import annotations
@@ -55,14 +55,37 @@ def parts(version_of: dict[str, str]) -> list[dict[str, Any]]:
     listed = tomllib.loads(PARTS.read_text(encoding="utf-8"))["part"]
     described = [_described(part, version_of) for part in listed]
     named = {path for part in listed for path in _files(part)}
+    for listing in sorted(ROOT.glob("src/weft/**/vendor/versions.json")):
+        for package in json.loads(listing.read_text(encoding="utf-8")):
+            files = [listing.parent / name for name in package["files"]]
+            described.append(_copied(package, files))
+            named |= {listing, *files}
     vendored = (path for path in sorted(ROOT.glob("src/weft/**/vendor/**/*")) if path.is_file())
     return described + [_file(path) for path in vendored if path not in named]
+
+
+def _copied(package: dict[str, Any], files: list[Path]) -> dict[str, Any]:
+    """A package of npm of which files are in the wheel."""
+    name, version, licence = package["package"], package["version"], package["licence"]
+    one = licence.replace("-", "").replace(".", "").isalnum()
+    return {
+        "type": "library",
+        "bom-ref": f"npm-{name}",
+        "name": name,
+        "version": version,
+        "licenses": [{"license": {"id": licence}} if one else {"expression": licence}],
+        "purl": f"pkg:npm/{name.replace('@', '%40')}@{version}",
+        "components": [_file(path) for path in files],
+    }
 
 
 def _described(part: dict[str, Any], version_of: dict[str, str]) -> dict[str, Any]:
     version = part.get("version") or version_of.get(part.get("version-of", ""))
     if version is None:
         raise SystemExit(f"{part['name']} of {PARTS.name} has no version.")
+    own = part.get("version-of") in (None, part["name"])
+    if not own:  # its own version is not told
+        version = f"of {part['version-of']} {version}"
     component = {
         "type": "library",
         "bom-ref": f"part-{part['name']}",
@@ -72,7 +95,6 @@ def _described(part: dict[str, Any], version_of: dict[str, str]) -> dict[str, An
         "licenses": [{"license": {"id": part["licence"]}}],
     }
     if "purl" in part:
-        own = part.get("version-of") in (None, part["name"])
         component["purl"] = f"{part['purl']}@{version}" if own else part["purl"]
     if inside := [_file(path) for path in _files(part)]:
         component["components"] = inside
