@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstring>
 #include <map>
 #include <optional>
@@ -15,6 +14,7 @@
 #include "records.hpp"
 #include "segment.hpp"
 #include "steps.hpp"
+#include "wake.hpp"
 
 namespace weft::ring {
 
@@ -47,7 +47,9 @@ class EngineSide {
       requeue(segment_.words(i), segment_.slot(i), epoch_);
     }
     heard_[0] = load(header.to_engine.rung[0].value) - 1;
-    if (load(header.epoch) > 1) log_recovery();
+    if (const uint32_t engine = load(header.epoch); engine > 1) {
+      append_recovery(segment_.log(), segment_.info(), engine, now_ns());
+    }
   }
 
   Segment& segment() { return segment_; }
@@ -59,12 +61,6 @@ class EngineSide {
   bool superseded() const { return static_cast<uint16_t>(load(segment_.header().epoch)) != epoch_; }
   uint64_t in_flight() const { return in_flight_; }
   uint64_t refused() const { return refused_; }
-
-  // Append a step to the log; its field `engine` is filled in here.
-  void log_step(uint64_t (&values)[kStepFields]) {
-    values[0] = load(segment_.header().epoch);
-    append(segment_.log().steps, values);
-  }
 
   // The request plane of this epoch is dead. May be called by any thread.
   void client_died(uint32_t epoch) { dead_client_.store(epoch); }
@@ -213,20 +209,6 @@ class EngineSide {
   // More than can be computed and unpublished when an engine dies, but for sequences with log
   // probabilities under a lease, which have none once they are charged (sched/requests.py).
   static constexpr uint32_t kClearedTokens = 4;
-
-  // This engine has taken over. The keeper has said when the one before died; without one, it was
-  // alive when it last wrote its info page.
-  void log_recovery() {
-    const InfoPage& info = segment_.info();
-    const auto field = [&](Info name) { return load(info.values[static_cast<int>(name)]); };
-    const auto now = std::chrono::steady_clock::now().time_since_epoch();
-    const uint64_t died_ns = field(Info::died_ns);
-    const uint64_t values[kRecoveryFields] = {
-        load(segment_.header().epoch), load(segment_.log().steps.written),
-        died_ns ? died_ns : field(Info::updated_ns),
-        static_cast<uint64_t>(std::chrono::nanoseconds(now).count())};
-    append(segment_.log().recoveries, values);
-  }
 
   bool gone(uint32_t client) const { return client % 2 == 0 || client == dead_client_.load(); }
 

@@ -1,10 +1,9 @@
 // The keeper's side of a ring: the info page while a dead engine has no successor yet.
 #pragma once
 
-#include <chrono>
-
 #include "segment.hpp"
 #include "steps.hpp"
+#include "wake.hpp"
 
 namespace weft::ring {
 
@@ -18,9 +17,8 @@ class KeeperSide {
   void not_ready() {
     uint64_t values[kInfoFields];
     for (int i = 0; i < kInfoFields; ++i) values[i] = load(segment_->info().values[i]);
-    const auto now = std::chrono::steady_clock::now().time_since_epoch();
     values[static_cast<int>(Info::ready)] = 0;
-    values[static_cast<int>(Info::died_ns)] = std::chrono::nanoseconds(now).count();
+    values[static_cast<int>(Info::died_ns)] = now_ns();
     write_info(segment_->info(), values);
   }
 

@@ -165,7 +165,10 @@ class Engine {
     if (given.size() != kStepFields - 1) throw nb::value_error("a field of the step is missing");
     uint64_t values[kStepFields];
     std::copy(given.begin(), given.end(), values + 1);
-    for (EngineSide& side : sides_) side.log_step(values);
+    for (EngineSide& side : sides_) {
+      values[0] = load(side.segment().header().epoch);
+      append(side.segment().log().steps, values);
+    }
   }
   uint64_t refused() {
     uint64_t sum = 0;

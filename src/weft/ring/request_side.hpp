@@ -194,19 +194,18 @@ class RequestSide {
     ring();
   }
 
-  const LogPages& log() {
-    memory_.read(&segment_.log(), sizeof(LogPages));
-    return segment_.log();
-  }
-  const InfoPage& info() {
-    memory_.read(&segment_.info(), sizeof(InfoPage));
-    return segment_.info();
-  }
+  const LogPages& log() { return fresh(segment_.log()); }
+  const InfoPage& info() { return fresh(segment_.info()); }
 
   bool sleep() { return go_to_sleep(segment_.header().to_client, heard_); }
   void wake() { wake_up(segment_.header().to_client); }
 
  private:
+  const auto& fresh(const auto& part) {
+    memory_.read(&part, sizeof part);
+    return part;
+  }
+
   struct Known {
     Given given{};        // as it was read last
     bool prompt = false;  // prompt records may come without a change of these words
