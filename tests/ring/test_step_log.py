@@ -280,6 +280,29 @@ def test_a_successor_marks_when_the_one_before_it_died(ring):
     client.close()
 
 
+def test_a_copy_on_another_machine_has_the_log(ring):
+    """As much of it as is still there, also if it was not told for long."""
+    engine, agent = engine_of(ring), _native.Agent(ring.memory, SAMPLING)
+    agent.attach()
+    engine.log_step([0] * FIELDS)
+    copy = create_ring(64, 1 << 20)
+    remote = _native.RemoteClient(copy.memory, SAMPLING, agent.snapshot())
+    assert [number for number, _ in remote.steps(0)[1]] == [0]
+    engine = engine_of(ring)
+    for number in range(1, KEPT + 6):
+        engine.log_step([number] * FIELDS)
+    for part in agent.collect(True):
+        remote.apply(part)
+    written, entries = remote.steps(0)
+    assert written == KEPT + 6
+    assert [(number, values[1]) for number, values in entries] == [
+        (number, number) for number in range(6, KEPT + 6)
+    ]
+    assert [values[:2] for _, values in remote.recoveries()[1]] == [[2, 1]]
+    agent.detach()
+    copy.close()
+
+
 def test_an_inbox_logs_the_steps_that_it_publishes(ring):
     inbox = RingInbox([ring], classes=NAMES)
     client = RingClient(ring)
