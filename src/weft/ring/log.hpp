@@ -71,15 +71,4 @@ bool read_entry(const Log<Fields, Entries>& log, uint64_t n, uint64_t (&values)[
   return load(entry.turn) == whole;
 }
 
-// This engine has taken over. The keeper has said when the one before died; without one, it was
-// alive when it last wrote its info page.
-inline void append_recovery(LogPages& log, const InfoPage& info, uint64_t engine,
-                            uint64_t back_ns) {
-  const auto field = [&](Info name) { return load(info.values[static_cast<int>(name)]); };
-  const uint64_t died_ns = field(Info::died_ns);
-  const uint64_t values[kRecoveryFields] = {
-      engine, load(log.steps.written), died_ns ? died_ns : field(Info::updated_ns), back_ns};
-  append(log.recoveries, values);
-}
-
 }  // namespace weft::ring
