@@ -73,9 +73,10 @@ class _Parser(argparse.ArgumentParser):
             word = unknown[0].split("=")[0]
             flags = [flag for action in active._actions for flag in action.option_strings]
             hint = suggest(word, flags) if word.startswith("-") else ""
-            if getattr(parsed, "named", None) == parsed.command:  # the entry of an image has it
-                hint = f" Leave the second '{parsed.command}' out."
             active.error(f"unknown argument '{unknown[0]}'.{hint}")
+        match getattr(parsed, "named", None):
+            case [str(word), _, *_] if word == parsed.command:  # the entry of an image has it
+                parsed.parser.error(f"leave the second '{word}' out.")
         return parsed
 
 

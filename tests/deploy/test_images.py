@@ -126,7 +126,7 @@ def test_a_command_after_that_of_the_image_is_named(dockerfile, capsys):
     with pytest.raises(SystemExit) as ended:
         command_line("serve", first=True).parse_args(words)
     assert ended.value.code == EXIT_USAGE
-    assert "Leave the second 'serve' out" in capsys.readouterr().err
+    assert "leave the second 'serve' out" in capsys.readouterr().err
 
 
 def test_the_services_of_compose_keep_the_rules(dockerfile):
