@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -217,6 +219,33 @@ def test_steps_that_drift_are_measured_again(tmp_path):
     assert serving.scheduler.policy is not policy
     assert serving.scheduler.policy.pace.drift == 1
     serving.executor.launch(StepPlan(0, ())).result()
+
+
+def test_costs_that_were_measured_on_a_busy_machine_are_used_not_kept_and_measured_again(
+    tmp_path, caplog, monkeypatch
+):
+    path = tmp_path / "model.json"
+    serving = Serving(path)
+    draw = random.Random(1)
+    with monkeypatch.context() as busy:
+        busy.setattr(serving.machine, "_noise", 1.0)
+        busy.setattr(serving.machine._draw, "random", lambda: math.exp(draw.gauss(0, 4)))
+        while serving.idle():
+            pass
+    assert serving.scheduler.policy.name == "slo"
+    assert "beside other programs" in serving.choice.describe()
+    assert any("They are not kept" in record.getMessage() for record in caplog.records)
+    assert not path.exists()
+    before = serving.choice._measured_at
+    serving.choice.watch(serving.scheduler, before + self_profile.AGAIN_S / 2)
+    assert not serving.idle()
+    serving.choice.watch(serving.scheduler, before + self_profile.AGAIN_S + 1)
+    while serving.idle():
+        pass
+    assert str(path) in serving.choice.describe()
+    assert Fitted.load(path, KEY).dense.at(100) == pytest.approx(3e-3, rel=0.05)
+    serving.choice.watch(serving.scheduler, serving.choice._measured_at + self_profile.AGAIN_S + 1)
+    assert not serving.idle()
 
 
 def test_an_idle_engine_measures_the_moves_of_its_host_tier_too(tmp_path):

@@ -2,7 +2,8 @@
 
 If no profile of this model on this machine lies in the cache folder, the engine measures itself
 while it is idle (``cost.quick_profile``), keeps the result, and goes over to the SLO policy as soon
-as no request is open. It measures again when steps take much longer or shorter than predicted.
+as no request is open. It measures again when steps take much longer or shorter than predicted, and
+when other programs took the processors meanwhile: such costs are used until then, and never kept.
 A profile that another engine has kept meanwhile is taken instead: a standby may be older than it.
 """
 
@@ -11,11 +12,11 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from weft.core.class_table import describe_targets
 from weft.core.config import EngineConfig
@@ -42,6 +43,7 @@ logger = logging.getLogger("weft")
 DRIFT = 1.5  # a pace of so many times the predicted one, or less than its inverse, is a drift
 DRIFT_S = 30.0  # that it must last
 AGAIN_S = 600.0  # at least between two measurements
+LEAST_ACCURACY = 0.6  # on steps held out, below which costs are those of a busy machine
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class PolicyChoice:
         self._drifts_since: float | None = None
         self._measured_at = -math.inf
         self._lost = False  # what was measured, as it cannot be kept
+        self._disturbed = False  # while it was measured
 
     @property
     def settled(self) -> bool:
@@ -122,6 +125,10 @@ class PolicyChoice:
         self.reason = f"the costs of steps are those of {self._costs.path}"
         if self._lost:
             self.reason = "the costs of steps are measured, and are lost when this engine ends"
+        if self._disturbed:
+            self.reason = (
+                "the costs of steps were measured beside other programs; they are measured again"
+            )
         self.host_costs = describe_host_costs(complete)
         host = self._room.host
         lacks = host is not None and host.name not in cost.hosts
@@ -187,6 +194,9 @@ class PolicyChoice:
         """
         if not isinstance(scheduler.policy, SLOPolicy) or not self._seconds:
             return
+        if self._disturbed and not self._wanted and now - self._measured_at > AGAIN_S:
+            self._wanted, self._lacks_host = True, None
+            return
         if not 1 / DRIFT < scheduler.policy.pace.drift < DRIFT:
             self._drifts_since = now if self._drifts_since is None else self._drifts_since
         else:
@@ -217,6 +227,12 @@ class PolicyChoice:
         fitted, report = (result, None) if isinstance(result, Fitted) else result
         self._measuring, self._wanted, self._found = None, False, fitted
         self._measured_at = time.monotonic()
+        if report is None:
+            logger.info("Moves of KV between the tiers are measured.")
+        else:
+            self._disturbed = self._was_disturbed(report)
+        if self._disturbed:
+            return
         try:
             fitted.save(self._costs.path, report)
         except OSError as error:
@@ -224,15 +240,27 @@ class PolicyChoice:
             logger.warning(
                 "The costs of steps cannot be kept in %s: %s.", self._costs.path, error.strerror
             )
-        if report is None:
-            logger.info("Moves of KV between the tiers are measured.")
-            return
+
+    @staticmethod
+    def _was_disturbed(report: Mapping[str, Any]) -> bool:
+        """Whether costs predict steps too badly to be kept; says how well they do."""
         held_out = report["held_out"]
-        logger.info(
-            "The costs of steps are measured, in %g s; held-out steps are predicted by %s.",
-            report["seconds"],
-            f"{held_out['average']:.0%}" if held_out else "nobody",
+        shown = f"{max(0.0, held_out['average']):.0%}" if held_out else "nobody"
+        if not held_out or held_out["average"] >= LEAST_ACCURACY:
+            logger.info(
+                "The costs of steps are measured, in %g s; held-out steps are predicted by %s.",
+                report["seconds"],
+                shown,
+            )
+            return False
+        logger.warning(
+            "The costs of steps are of little use, as other programs kept this machine busy: "
+            "held-out steps are predicted by %s. They are not kept, and are measured again while "
+            "idle, after %g minutes.",
+            shown,
+            AGAIN_S / 60,
         )
+        return True
 
     def _give_up(self, reason: str) -> None:
         self._measuring, self._wanted = None, False
