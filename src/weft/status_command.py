@@ -110,20 +110,24 @@ class RunningServer:
             return None
         return dict(_values(answer.text, model))
 
-    def loom(self) -> dict[str, Any]:
+    def loom(self, model: str | None = None) -> dict[str, Any]:
         """What ``/v1/loom`` shows. Raises WeftError as `looms`."""
-        answer = self._get(f"{LOOM}?once=1")
+        answer = self._get(LOOM, once="1", **_named(model))
         self._check_loom(answer)
         found: dict[str, Any] = answer.json()
         return found
 
-    def looms(self) -> Iterator[dict[str, Any]]:
+    def looms(self, model: str | None = None) -> Iterator[dict[str, Any]]:
         """The same again and again, until the server ends.
 
+        Args:
+            model: which one, where the server has several; the first by default.
+
         Raises:
-            WeftError: nobody answers, or an older server, or none of weft; or the key is wrong.
+            WeftError: nobody answers, or an older server, or none of weft; or the key is wrong, or
+                it does not serve the model.
         """
-        with self._asking(), self._http.stream("GET", LOOM) as answer:
+        with self._asking(), self._http.stream("GET", LOOM, params=_named(model)) as answer:
             if answer.status_code != httpx.codes.OK:
                 answer.read()
             self._check_loom(answer)
@@ -132,7 +136,7 @@ class RunningServer:
                     yield json.loads(line.removeprefix("data: "))
 
     def _check_loom(self, answer: httpx.Response) -> None:
-        if answer.status_code == httpx.codes.NOT_FOUND:
+        if answer.status_code == httpx.codes.NOT_FOUND and "model_not_found" not in answer.text:
             raise WeftError(
                 f"The server at {self.url} has no {LOOM}: it is no weft, or an older one; "
                 "weft status says which."
@@ -152,9 +156,9 @@ class RunningServer:
                 f"{answer.reason_phrase}{_reason(answer)}"
             )
 
-    def _get(self, path: str) -> httpx.Response:
+    def _get(self, path: str, **query: str) -> httpx.Response:
         with self._asking():
-            return self._http.get(path)
+            return self._http.get(path, params=query)
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:
@@ -168,6 +172,11 @@ class RunningServer:
         except httpx.HTTPError as error:
             what = str(error) or type(error).__name__
             raise WeftError(f"The server at {self.url} does not answer: {what}.") from None
+
+
+def _named(model: str | None) -> dict[str, str]:
+    """The query that asks for a model."""
+    return {} if model is None else {"model": model}
 
 
 def _reason(answer: httpx.Response) -> str:

@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--once", action="store_true", help="print it once, as without a terminal, and end"
     )
+    parser.add_argument("--model", help="which model, where the server has several; else the first")
     parser.add_argument("--json", action="store_true", help="print it once, as JSON, and end")
 
 
@@ -46,25 +47,25 @@ def run_top(options: Mapping[str, Any]) -> int:
 
     Raises:
         WeftError: nobody answers, or somebody else than weft, or an older one, or the key is
-            wrong.
+            wrong, or the server does not have the model.
     """
     console = Console()
     view = TopView()
     with RunningServer(options["url"], options["api_key"]) as server:
         if options["json"]:
-            print(json.dumps(server.loom(), indent=2))
+            print(json.dumps(server.loom(options["model"]), indent=2))
         elif options["once"] or not sys.stdout.isatty():
-            view.push(server.loom())
+            view.push(server.loom(options["model"]))
             console.print(view.render(server.url, console.width))
         else:
-            _follow(server, view, console)
+            _follow(server, options["model"], view, console)
     return 0
 
 
-def _follow(server: RunningServer, view: TopView, console: Console) -> None:
+def _follow(server: RunningServer, model: str | None, view: TopView, console: Console) -> None:
     """Show event after event, on a screen of their own."""
     with Live(console=console, screen=True, auto_refresh=False) as live:
-        for event in server.looms():
+        for event in server.looms(model):
             if event["object"] == "loom.end":
                 break
             view.push(event)

@@ -120,7 +120,11 @@ def test_routes_are_described_and_the_loom_is_that_of_a_model(several):
         url = f"{several.url}/v1/loom?once=1&model={name}"
         shown = httpx.get(url, headers=ADMIN, timeout=START_S).raise_for_status().json()
         assert shown["models"] == [name]
-    assert httpx.get(f"{several.url}/v1/loom?model=c", headers=ADMIN).status_code == 404
+        top = run("top", "--once", "--url", several.url, "--model", name)
+        assert (top.returncode, name in top.stdout) == (0, True), top.stderr
+    top = run("top", "--once", "--url", several.url, "--model", "c")
+    assert top.returncode == 1
+    assert "The model 'c' was not found" in top.stderr
 
 
 def test_requests_find_their_model(several):
