@@ -314,7 +314,7 @@ async function killed(browser) {
   await page.getByRole("button", { name: "Answer again" }).waitFor({ timeout: 60_000 });
   assert.equal(await page.locator(".wrong").count(), 0, await page.locator(".wrong").allTextContents());
   assert((await answers(page).locator(".prose").textContent()).length > early, "nothing came after the kill");
-  await page.getByRole("link", { name: "Loom" }).click();
+  await page.getByRole("link", { name: "Loom", exact: true }).click();
   await page.getByRole("heading", { name: "Recoveries" }).waitFor();
   await page.getByText("engine 2 took over").waitFor();
   return [page];
@@ -410,6 +410,32 @@ async function loom(browser) {
 }
 
 /** What people would see where a model answers so: the question is theirs, the request a script. */
+async function engines(browser) {
+  const page = await opened(browser, WEFT_WHOLE);
+  await page.getByRole("link", { name: "Loom", exact: true }).click();
+  await page.getByText("Prompts cached").waitFor();
+  assert.equal(await page.locator(".loom").getByLabel("Model").count(), 0);
+  await page.route("**/v1/models", async (route) => {
+    const answer = await route.fetch();
+    const body = await answer.json();
+    const names = { one: "awake", two: "awake", three: "asleep" };
+    body.data = Object.entries(names).map(([id, state]) => ({ ...body.data[0], id, state }));
+    await route.fulfill({ response: answer, json: body });
+  });
+  const asked = [];
+  page.on("request", (request) => asked.push(new URL(request.url())));
+  await page.reload();
+  const picker = page.locator(".loom").getByLabel("Model");
+  await picker.waitFor();
+  assert.deepEqual(await picker.locator("option").allTextContents(), ["one", "two"]);
+  await accessible(page, "the loom of several models");
+  await picker.selectOption("two");
+  await page.waitForResponse((response) => response.url().endsWith("/v1/loom?model=two"));
+  await page.getByText("Prompts cached").waitFor();
+  assert.deepEqual(asked.filter((url) => url.pathname === "/v1/loom").map((url) => url.searchParams.get("model")).slice(-2), ["one", "two"]);
+  return [page];
+}
+
 async function staged(page, question, text) {
   await page.route("**/v1/chat/completions", (route) => {
     const body = route.request().postDataJSON();
@@ -496,7 +522,7 @@ async function keyboard(browser) {
 
 const CHECKS = {
   stream, growing, stop, key, classes, hostile, reasoning, tools, edit, chats, left, images, broken, keyboard, look, phone,
-  killed, batch, faults, loom, access,
+  killed, batch, faults, loom, engines, access,
 };
 
 const browser = await chromium.launch({ executablePath: CHROMIUM, args: ["--no-sandbox"] });

@@ -12,13 +12,20 @@ export class LoomFeed extends Observed {
   trouble = "";
   #controller = new AbortController();
   #marks = []; // of the output tokens lately
+  #path = "v1/loom";
+
+  /** `model` names the engine where the server has several. */
+  constructor(model) {
+    super();
+    if (model) this.#path += `?model=${encodeURIComponent(model)}`;
+  }
 
   /** Follow the stream until `stop`; a stream that ends is asked for again. */
   async start() {
     const { signal } = this.#controller;
     for (let failures = 0; !signal.aborted; ) {
       try {
-        const response = await request("v1/loom", { signal, headers: { accept: "text/event-stream" } });
+        const response = await request(this.#path, { signal, headers: { accept: "text/event-stream" } });
         let first = true;
         for await (const event of events(response)) {
           if (event.object === "loom.end") break;

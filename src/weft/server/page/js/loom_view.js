@@ -2,21 +2,38 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 import { BatchPanel } from "./batch_panel.js";
 import { LoomFeed } from "./loom_feed.js";
+import { server } from "./server.js";
 import { threadOf } from "./threads.js";
 import { count, html, millis, percent, seconds, span, useObserved } from "./ui.js";
 import { Weave } from "./weave.js";
 
 export function LoomView() {
-  const [feed] = useState(() => new LoomFeed());
+  useObserved(server);
+  const [chosen, choose] = useState("");
+  const awake = server.awake;
+  useEffect(() => { server.start(); }, []); // models have slept and woken since
+  const model = awake.includes(chosen) ? chosen : "";
+  return html`<main class="loom"><div class="wide-column">
+    <div class="row"><h1 class="grow">The loom</h1>
+      ${awake.length > 1 && html`<select aria-label="Model" value=${model || awake[0]}
+        onChange=${(event) => choose(event.target.value)}>
+        ${awake.map((name) => html`<option key=${name}>${name}</option>`)}</select>`}
+    </div>
+    <p class="lead">Each column is one step of the engine: what it wove together, by class.</p>
+    <${Woven} key=${model || awake[0]} model=${model || awake[0]} />
+  </div></main>`;
+}
+
+/** What one engine computes; `model` names it where the server has several. */
+function Woven({ model }) {
+  const [feed] = useState(() => new LoomFeed(model));
   useObserved(feed);
   useEffect(() => {
     feed.start();
     return () => feed.stop();
   }, [feed]);
   const { latest } = feed;
-  return html`<main class="loom"><div class="wide-column">
-    <h1>The loom</h1>
-    <p class="lead">Each column is one step of the engine: what it wove together, by class.</p>
+  return html`
     ${feed.trouble && html`<p class="banner" role="alert">${feed.trouble}</p>`}
     ${!latest && !feed.trouble && html`<p class="small">Waiting for the first figures …</p>`}
     ${latest && html`
@@ -24,8 +41,7 @@ export function LoomView() {
       <${Steps} feed=${feed} />
       <${ClassTable} rows=${latest.classes} />`}
     <${BatchPanel} live=${latest?.batches ?? null} />
-    ${latest && html`<${Recoveries} rows=${latest.recoveries} />`}
-  </div></main>`;
+    ${latest && html`<${Recoveries} rows=${latest.recoveries} />`}`;
 }
 
 /** The figures of this moment. */

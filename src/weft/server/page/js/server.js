@@ -54,6 +54,11 @@ class Server extends Observed {
     return this.models.find((model) => model.id === id) ?? this.models[0];
   }
 
+  /** The models that have an engine, where the server has several; others would wake if looked at. */
+  get awake() {
+    return this.models.filter((model) => model.state === "awake").map((model) => model.id);
+  }
+
   /** Whether a model says that it takes images. */
   takesImages(id) {
     return this.model(id)?.input_modalities?.includes("image") ?? false;
