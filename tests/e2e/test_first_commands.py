@@ -127,7 +127,7 @@ def test_generate_tells_which_word_is_missing_or_too_much(call, words, answer):
     ("words", "answer"),
     [
         (["serv"], ["'serv'", "Did you mean 'serve'?", "doctor"]),
-        (["serve", "one", "two"], ["'two'", "weft serve --help"]),
+        (["info", "one", "two"], ["'two'", "weft info --help"]),
         (["models", "pul"], ["Did you mean 'pull'?"]),
         (["models", "pull"], ["name", "weft models pull --help"]),
         (["models", "pull", "builtin"], ["lies on this machine", "weft serve builtin"]),
