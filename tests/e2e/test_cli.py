@@ -224,7 +224,6 @@ def test_info_names_the_kernel_of_every_op(call):
         (["--host-kv-memory", "1KiB"], ["host_kv_memory (1.00 KiB)", "not even one block"]),
         (["--host-kv-memory", "0GiB"], ["host_kv_memory", "at least 1024"]),
         (["--scheduler", "fcfs-swap"], ["scheduler must be one of auto, fcfs, slo"]),
-        (["one", "--model", "two"], ["Two models are named", "one", "two"]),
         (["--quantize", "fp8"], ["quantize is fp8", "kernels of a CPU do not compute"]),
     ],
 )

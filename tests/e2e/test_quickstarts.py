@@ -18,7 +18,7 @@ from live import SMALL, START_S, Server, run, serving
 
 PAGES = Path(__file__).parents[2] / "docs" / "quickstart"
 ADDRESS = "http://127.0.0.1:8000"
-ASKS_A_SERVER = ("status", "batches")
+ASKS_A_SERVER = ("status", "top", "batches")
 
 
 class Reader:
@@ -137,7 +137,9 @@ def test_a_team_s_server(tmp_path, stack):
     assert "weft:key_requests_total" in metrics.text
     keys = {row["key"] for row in usage.json()["data"]}
     assert keys == {"ada", "nightly"}
-    assert "ready" in reader.said[0]
+    top, status = reader.said
+    assert "interactive" in top
+    assert "ready" in status
 
 
 def test_a_nightly_batch(tmp_path, stack):
