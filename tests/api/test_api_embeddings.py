@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import copy
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +20,9 @@ from weft.api.embeddings import (
     embedding_job,
     waves,
 )
-from weft.core.errors import InvariantError, OutOfMemoryError, WeftError
+from weft.core.errors import InvariantError, OutOfMemoryError, ParameterError, WeftError
 from weft.core.plan import Update
+from weft.core.pooling import Pooling
 from weft.core.types import FinishReason
 
 
@@ -49,6 +52,33 @@ def test_all_forms_of_input_are_the_same(builder):
         [request] = job.requests
         assert request.embed
         assert request.prompt == tuple(ids)
+
+
+class Marked:
+    """A tokeniser that puts marks around a text, as BERT's does: [CLS] 2 and [SEP] 3."""
+
+    def encode(self, text: str) -> list[int]:
+        return [2, *map(ord, text), 3]
+
+
+@pytest.mark.parametrize("pooled", ["first", "last"])
+def test_a_text_that_is_cut_keeps_its_marks(builder, pooled):
+    """Vectors are those of marks: of the first token, or of the last."""
+    card = replace(builder.card, pooling=Pooling(pooled=pooled))
+    marked = copy.copy(builder)
+    marked.tokenizer, marked.card = Marked(), card
+
+    def cut(**fields: Any) -> tuple[int, ...]:
+        job, _ = job_of(marked, input="abcdef", **fields)
+        return job.requests[0].prompt
+
+    begin, end = (2, 97, 98, 3), (2, 101, 102, 3)
+    assert cut(truncate_prompt_tokens=4, truncation_side="right") == begin
+    assert cut(truncate_prompt_tokens=4, truncation_side="left") == end
+    assert cut(truncate_prompt_tokens=4) == (begin if pooled == "first" else end)
+    assert cut(truncate_prompt_tokens=8) == cut() == (2, *range(97, 103), 3)
+    with pytest.raises(ParameterError, match="beside the 2 tokens that stand around each"):
+        cut(truncate_prompt_tokens=2)
 
 
 def test_numbers_have_length_1_and_stand_in_the_order_of_the_inputs(builder, valid):

@@ -248,6 +248,17 @@ def test_costs_that_were_measured_on_a_busy_machine_are_used_not_kept_and_measur
     assert not serving.idle()
 
 
+def test_disturbed_costs_that_allow_no_target_are_measured_again_too(tmp_path):
+    serving = Serving(tmp_path / "model.json")
+    serving.choice._disturbed, serving.choice._measured_at = True, 0.0
+    serving.choice._wanted = False
+    assert serving.choice.policy == "fcfs"
+    serving.choice.watch(serving.scheduler, self_profile.AGAIN_S + 1)
+    while serving.idle():
+        pass
+    assert serving.choice.policy == "slo"
+
+
 def test_an_idle_engine_measures_the_moves_of_its_host_tier_too(tmp_path):
     path = tmp_path / "model.json"
     serving = Serving(path, room=HOST_ROOM)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from tokenizers import models, normalizers, pre_tokenizers, processors
 from weft import LLM, SamplingParams
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, UnsuitableModelError, UnsupportedModelError
-from weft.engine.model import find_model
+from weft.engine import encoders
+from weft.engine.model import find_model, resolve_settings
 from weft.models.layout import num_parameters
 from weft.models.spec_reader import spec_from_config
 
@@ -164,6 +166,18 @@ def test_settings_that_encoders_have_not_are_refused(tmp_path, changes, words) -
     folder = save(build("bert"), tmp_path / "bert", "cls_token")
     with pytest.raises(ConfigError, match=words):
         find_model(EngineConfig(model=str(folder), device="cpu", **changes))
+
+
+def test_a_step_has_room_for_the_longest_text_unless_it_is_set(tmp_path, monkeypatch) -> None:
+    folder = save(build("bert"), tmp_path / "bert", "cls_token")
+    monkeypatch.setattr(encoders, "DEFAULT_STEP", 64)
+    config = EngineConfig(
+        model=str(folder), device="cpu", max_num_batched_tokens=64, max_num_seqs=8
+    )
+    _, resolved = resolve_settings(config)
+    assert (resolved.max_model_len, resolved.max_num_batched_tokens) == (131, 130)
+    _, resolved = resolve_settings(replace(config, max_model_len=32))
+    assert resolved.max_num_batched_tokens == 64
 
 
 def test_pooling_of_other_kinds_is_refused(tmp_path) -> None:

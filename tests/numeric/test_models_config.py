@@ -216,7 +216,9 @@ def test_what_is_not_understood_is_refused(name) -> None:
     [
         ("LongcatFlashForCausalLM", "MLA"),
         ("JambaForCausalLM", "recurrent layers"),
-        ("BertModel", "encoders"),
+        ("DebertaV2Model", "this kind of encoder"),
+        ("ModernBertModel", "this kind of encoder"),
+        ("XLMRobertaForSequenceClassification", "heads of encoders"),
         ("T5ForConditionalGeneration", "encoder-decoder"),
         ("GPT2LMHeadModel", "MLPs without a gate"),
         ("LlavaForConditionalGeneration", "images"),

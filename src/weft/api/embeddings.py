@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import orjson
 from msgspec import Meta, Raw, Struct
+from msgspec.structs import replace as changed
 
 from weft.api.bodies import KEPT_ELSEWHERE, Name, Prompts
 from weft.api.card import ModelCard
@@ -198,13 +199,18 @@ def _with_prompt(inputs: list[Prompt], name: str | None, card: ModelCard) -> lis
 
 
 def _encode(text: Prompt, body: EmbeddingBody, builder: Builder) -> tuple[int, ...]:
+    marks: Seq[int] = ()
     if isinstance(text, str):
         ids: Seq[int] = builder.tokenizer.encode(text) if text else ()
+        if body.truncate_prompt_tokens is not None:
+            marks = builder.tokenizer.encode("")
+            if body.truncation_side is None and builder.card.pooling.pooled != "last":
+                body = changed(body, truncation_side="right")  # as encoders were trained
     else:
         check_ids(text, builder.card.vocab_size, "input")
         ids = text
     if not ids:
         raise ParameterError("An input is empty; give at least one token.", param="input")
-    ids = truncated(ids, body, builder.card, None)
+    ids = truncated(ids, body, builder.card, None, marks)
     fit_context(len(ids), None, builder.card, "input")
     return tuple(ids)

@@ -210,7 +210,13 @@ class Truncating(Protocol):
     def truncation_side(self) -> str | None: ...
 
 
-def truncated(ids: Seq[int], body: Truncating, card: ModelCard, max_tokens: int | None) -> Seq[int]:
+def truncated(
+    ids: Seq[int],
+    body: Truncating,
+    card: ModelCard,
+    max_tokens: int | None,
+    marks: Seq[int] = (),
+) -> Seq[int]:
     """The part of a prompt that ``truncate_prompt_tokens`` leaves, by default its end.
 
     As in vLLM, -1 leaves as much as fits beside the output that is asked for.
@@ -229,4 +235,33 @@ def truncated(ids: Seq[int], body: Truncating, card: ModelCard, max_tokens: int 
         raise ParameterError(
             "truncate_prompt_tokens leaves nothing of the prompt.", param="truncate_prompt_tokens"
         )
-    return ids[:keep] if body.truncation_side == "right" else ids[-keep:]
+    return cut_between(ids, keep, marks, right=body.truncation_side == "right")
+
+
+def cut_between(ids: Seq[int], keep: int, marks: Seq[int], *, right: bool) -> Seq[int]:
+    """At most ``keep`` ids of a text, with the marks that the tokeniser puts around it.
+
+    Args:
+        marks: what the tokeniser makes of no text; vectors are often those of such a token.
+        right: the end of the text is left out, else its beginning.
+
+    Raises:
+        ParameterError: only marks would be left.
+    """
+    if len(ids) <= keep:
+        return ids
+    first = last = 0
+    while first < len(marks) and ids[first] == marks[first]:
+        first += 1
+    while last < len(marks) - first and ids[-1 - last] == marks[-1 - last]:
+        last += 1
+    if keep <= first + last:
+        raise ParameterError(
+            f"truncate_prompt_tokens leaves nothing of a text beside the {first + last} tokens "
+            "that stand around each.",
+            param="truncate_prompt_tokens",
+        )
+    end = len(ids) - last
+    left = keep - first - last
+    text = ids[first : first + left] if right else ids[end - left : end]
+    return [*ids[:first], *text, *ids[end:]]

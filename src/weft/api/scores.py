@@ -18,7 +18,7 @@ import orjson
 from weft.api.embeddings import VectorCollector
 from weft.api.jobs import Builder, Job, new_id, now
 from weft.api.rules import Notes
-from weft.api.sampling import check_model, fit_context, truncated
+from weft.api.sampling import check_model, cut_between, fit_context, truncated
 from weft.api.score_bodies import RankedDocument, RerankBody, ScoreBody, ScoringBody, TextsBody
 from weft.core.errors import ParameterError, PromptTooLongError, UnsuitableModelError
 from weft.core.plan import Update
@@ -307,11 +307,12 @@ def _single(text: str, body: ScoringBody, builder: Builder, param: str) -> tuple
     ids: Seq[int] = builder.tokenizer.encode(text) if text else ()
     if not ids:
         raise ParameterError("A text is empty; give at least one token.", param=param)
+    marks = builder.tokenizer.encode("")
     if body.max_tokens_per_doc is not None and param != "query":
-        ids = ids[: body.max_tokens_per_doc]
+        ids = cut_between(ids, body.max_tokens_per_doc + len(marks), marks, right=True)
     keep = -1 if body.truncation else body.truncate_prompt_tokens
     if keep is not None:
-        ids = truncated(ids, _Cut(keep), builder.card, None)
+        ids = truncated(ids, _Cut(keep), builder.card, None, marks)
     _check_fits(len(ids), builder, param)
     return tuple(ids)
 

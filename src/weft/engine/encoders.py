@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, KernelError
+from weft.core.resolved import ResolvedConfig
+from weft.core.settings import settings_of
 from weft.engine.devices import is_cpu
 from weft.kernels.interface import OpTable
 from weft.models.spec import ModelSpec
+
+DEFAULT_STEP = settings_of(EngineConfig)["max_num_batched_tokens"].default
+
+
+def step_tokens(resolved: ResolvedConfig, spec: ModelSpec) -> ResolvedConfig:
+    """Settle how many tokens a step has: of an encoder, at least those of its longest text."""
+    longest = resolved.max_model_len - 1
+    if spec.encoder is None or longest <= resolved.max_num_batched_tokens:
+        return resolved
+    return replace(resolved, max_num_batched_tokens=longest)
 
 
 def check_encodes(config: EngineConfig, spec: ModelSpec, ops: OpTable, device: str) -> None:
@@ -45,7 +59,7 @@ def check_encodes(config: EngineConfig, spec: ModelSpec, ops: OpTable, device: s
             param="max_model_len",
         )
     longest, step = (config.max_model_len or most) - 1, config.max_num_batched_tokens
-    if longest > step:
+    if longest > step and step != DEFAULT_STEP:
         raise ConfigError(
             f"This model is an encoder, which computes a text of up to {longest} tokens in one "
             f"step, and max_num_batched_tokens is {step}; set that to {longest}, or max_model_len "

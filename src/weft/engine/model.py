@@ -23,7 +23,7 @@ from weft.core.resolved import (
 )
 from weft.core.settings import format_bytes
 from weft.engine.devices import free_memory, is_cpu, is_resident, pick_device, steps_in_flight
-from weft.engine.encoders import check_encodes
+from weft.engine.encoders import check_encodes, step_tokens
 from weft.engine.host_experts import check_fits_host, place_experts
 from weft.engine.host_tier import check_attends_on_host
 from weft.engine.machine import has_fast_bfloat16
@@ -299,11 +299,12 @@ def resolve_settings(
     model = find_model(config, returning_bytes, absent=absent, halves=halves)
     resolved = resolve(config, model.facts)
     if resolved.max_model_len == config.max_model_len:
-        return model, resolved
+        return model, step_tokens(resolved, model.spec)
     limited = resolved.limited_by_memory
     config = replace(config, max_model_len=resolved.max_model_len)
     model = find_model(config, returning_bytes, absent=absent, halves=halves)
-    return model, replace(resolve(config, model.facts), limited_by_memory=limited)
+    resolved = replace(resolve(config, model.facts), limited_by_memory=limited)
+    return model, step_tokens(resolved, model.spec)
 
 
 def check_host_memory(config: EngineConfig, model: Model, resolved: ResolvedConfig) -> None:

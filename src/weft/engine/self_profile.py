@@ -192,10 +192,10 @@ class PolicyChoice:
         Args:
             now: seconds, on any clock that goes on.
         """
-        if not isinstance(scheduler.policy, SLOPolicy) or not self._seconds:
-            return
         if self._disturbed and not self._wanted and now - self._measured_at > AGAIN_S:
             self._wanted, self._lacks_host = True, None
+            return
+        if not isinstance(scheduler.policy, SLOPolicy) or not self._seconds:
             return
         if not 1 / DRIFT < scheduler.policy.pace.drift < DRIFT:
             self._drifts_since = now if self._drifts_since is None else self._drifts_since
