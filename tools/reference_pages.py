@@ -20,9 +20,11 @@ from prometheus_client.core import Metric
 from weft.cli import command_line
 from weft.core.errors import WeftError
 from weft.core.types import DEFAULT_CLASSES
+from weft.ring.model_board import ModelRow
 from weft.server.auth import KEYLESS_PATHS
 from weft.server.metric_families import ENGINE_METRICS, OWN_METRICS, families_of
 from weft.server.metrics import Metrics
+from weft.server.model_metrics import model_families
 from weft.server.openapi import describe_routes
 from weft.server.operations import OPERATIONS
 from weft.server.place_metrics import FAMILIES
@@ -173,14 +175,16 @@ def metrics() -> str:
         "# Metrics",
         "",
         f"Every family of `/metrics` (`{TOOL} metrics > docs/metrics.md`). Those of host, disk and "
-        "places are there where a server has them, those by key for keys that may read them. "
+        "places are there where a server has them, those by key for keys that may read them, those "
+        "of models (`weft:model_...`) where models sleep and wake. "
         "`--vllm-metrics` repeats those that dashboards of vLLM know under `vllm:`. "
         "[Watching a server](guide.md#watching-a-server) says what they are for.",
         "",
         "| name | type | labels beside `model_name` | meaning |",
         "|---|---|---|---|",
     ]
-    lines += [_family(family) for family in families_of(page, by_key=True)]
+    models = model_families({"model": ModelRow()})
+    lines += [_family(family) for family in (*families_of(page, by_key=True), *models)]
     return "\n".join(lines) + "\n"
 
 
@@ -211,8 +215,9 @@ def errors() -> str:
         "the log has the rest. [When something goes wrong](guide.md#when-something-goes-wrong) "
         "lists messages with what to do.",
         "",
-        "Beside these: 401 `invalid_api_key`, 403 `metrics_not_allowed`, `usage_not_allowed` and "
-        "`targets_not_allowed`, 404 `not_found` and 405 `method_not_allowed`.",
+        "Beside these: 401 `invalid_api_key`, 403 `metrics_not_allowed`, `usage_not_allowed`, "
+        "`targets_not_allowed`, `loom_not_allowed` and `models_not_allowed`, 404 `not_found` and 405 "
+        "`method_not_allowed`.",
         "",
         "| status | code | meaning |",
         "|---|---|---|",

@@ -84,6 +84,7 @@ def _limit(default: int, most: int) -> Query:
 
 
 AFTER = Query("after", str, "The id of the last entry of the page before.")
+MODEL = Query("model", str, "Of several models, the one that is meant; the first by default.")
 ORDER = Query("order", Order, "By age; the newest first by default.")
 INCLUDE = Query("include", list[str], "What OpenAI's API can include; known values have no effect.")
 FILE_FORM = {
@@ -205,7 +206,7 @@ _OF_MESSAGES = {
         MESSAGES, "Count the tokens of a prompt", (answers.CountedTokens,), (PromptBody,)
     ),
     "POST /v1/messages/batches": Operation(
-        MESSAGES, "Queue messages", _MESSAGE_BATCH, (MessageBatchRequests,)
+        MESSAGES, "Queue messages", _MESSAGE_BATCH, (MessageBatchRequests,), query=(MODEL,)
     ),
     "GET /v1/messages/batches": Operation(
         MESSAGES,
@@ -305,7 +306,9 @@ _OF_SERVER = {
     "GET /ready": Operation(SERVER, "The engine takes requests", (server_answers.Readiness,)),
     "GET /metrics": Operation(SERVER, "Metrics for Prometheus", media=CONTENT_TYPE),
     "GET /version": Operation(SERVER, "The version of weft", (server_answers.Version,)),
-    "GET /server_info": Operation(SERVER, "Model, limits and engine", (server_answers.ServerInfo,)),
+    "GET /server_info": Operation(
+        SERVER, "Model, limits and engine", (server_answers.ServerInfo,), query=(MODEL,)
+    ),
     "GET /openapi.json": Operation(SERVER, "This description", media="application/json"),
     "GET /v1/loom": Operation(
         SERVER,
@@ -314,12 +317,14 @@ _OF_SERVER = {
         streams=True,
         query=(
             Query("once", Literal["0", "1"], "One object in place of a stream."),
-            Query("model", str, "Of several models, the one to show; the first by default."),
+            MODEL,
         ),
     ),
-    "GET /v1/targets": Operation(SERVER, "Latency targets", (server_answers.Targets,)),
+    "GET /v1/targets": Operation(
+        SERVER, "Latency targets", (server_answers.Targets,), query=(MODEL,)
+    ),
     "PUT /v1/targets": Operation(
-        SERVER, "Change latency targets", (server_answers.Targets,), (TargetsBody,)
+        SERVER, "Change latency targets", (server_answers.Targets,), (TargetsBody,), query=(MODEL,)
     ),
     "GET /v1/usage": Operation(
         SERVER,
