@@ -216,8 +216,8 @@ def errors() -> str:
         "lists messages with what to do.",
         "",
         "Beside these: 401 `invalid_api_key`, 403 `metrics_not_allowed`, `usage_not_allowed`, "
-        "`targets_not_allowed`, `loom_not_allowed` and `models_not_allowed`, 404 `not_found` and 405 "
-        "`method_not_allowed`.",
+        "`targets_not_allowed`, `loom_not_allowed` and `models_not_allowed`, 404 `not_found` and "
+        "405 `method_not_allowed`.",
         "",
         "| status | code | meaning |",
         "|---|---|---|",

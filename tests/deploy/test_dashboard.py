@@ -21,9 +21,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from weft.core.errors import WeftError
 from weft.core.types import ServiceClass
+from weft.ring.model_board import ModelRow
 from weft.server.counts import Use
 from weft.server.metric_families import ENGINE_METRICS, OWN_METRICS
 from weft.server.metrics import Metrics
+from weft.server.model_metrics import model_families
 from weft.server.probe import NoProbe
 
 OF_PROMETHEUS = {"instance", "job"}
@@ -49,7 +51,11 @@ def known() -> dict[str, dict[str, set[str]]]:
     metrics.rejected["queue_full"] += 1
     metrics.use("key", "batch", Use(1, 2, 3))
     found: dict[str, dict[str, set[str]]] = {"up": {}}
-    for family in text_string_to_metric_families(metrics.render().decode()):
+    page = metrics.render().decode()
+    for family in [
+        *text_string_to_metric_families(page),
+        *model_families({"model": ModelRow(state="failed", starts=1, wake_s=1.0)}),
+    ]:
         for sample in family.samples:
             labels = found.setdefault(sample.name, {})
             for label, value in sample.labels.items():

@@ -211,7 +211,7 @@ class _Families:
         self._metrics.follow_targets()
         family = GaugeMetricFamily(
             "weft:slo_target_seconds",
-            "Targets of service classes: seconds to the first token, and mean seconds per further one",
+            "Targets of service classes: seconds to the first token, mean seconds per further one",
             labels=["model_name", "service_class", "target"],
         )
         for _, row in self._metrics.classes.values():
