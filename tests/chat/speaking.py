@@ -46,6 +46,7 @@ class Speaker(Handler):
         if self.path == "/server_info" and self.server.info is not None:
             self._json(200, self.server.info)
         elif self.path == "/v1/models":
+            self.server.tells.wait(30)
             super().do_GET()
         else:
             self._json(404, {"error": {"message": "no such page"}})
@@ -103,6 +104,8 @@ class SpeakingServer(FakeServer):
         self.RequestHandlerClass = Speaker
         self.script: queue.Queue[list[Step]] = queue.Queue()
         self.left = threading.Event()
+        self.tells = threading.Event()  # what models there are
+        self.tells.set()
         self.finish = "stop"
         self.info: dict[str, Any] | None = None
 

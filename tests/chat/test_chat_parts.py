@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import stat
+from unittest.mock import Mock
 
 import pytest
 from prompt_toolkit.document import Document
 from rich.console import Console
 
+from weft.chat.asking import AskSettings
+from weft.chat.client import ChatClient, ChatRefusedError
+from weft.chat.commands import run_command
 from weft.chat.conversation import Conversation, answered, load, save, to_send
 from weft.chat.inert import inert
 from weft.chat.line import MOST_ENTRIES, HistoryFile, is_open, without_quotes
-from weft.chat.screen import Tail, markdown, whole_blocks
+from weft.chat.screen import Screen, Tail, markdown, whole_blocks
+from weft.chat.session import ChatSession
 from weft.core.errors import ConfigError
 
 
@@ -67,6 +73,15 @@ def test_no_character_controls_the_terminal():
     assert not [c for c in shown if (ord(c) < 32 and c not in "\t\n") or 0x7E < ord(c) < 0xA0]
     assert not set("\r\u202e\u2066\ud800") & set(shown)
     assert inert("漢字 👩‍🔬 é\tx\n") == "漢字 👩‍🔬 é\tx\n"
+
+
+def test_a_server_that_takes_too_long_for_a_command(monkeypatch, state):
+    monkeypatch.setattr(ChatClient, "models", Mock(side_effect=TimeoutError))
+    asked = AskSettings("one")
+    client = ChatClient("http://127.0.0.1:9", None)
+    session = ChatSession(client, asked, Conversation(), state, Screen())
+    with pytest.raises(ChatRefusedError, match="does not answer yet; try again"):
+        asyncio.run(run_command(session, "/model"))
 
 
 def test_a_conversation_comes_back_from_its_file(tmp_path):

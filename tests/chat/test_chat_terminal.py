@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import threading
+import time
 
 import pytest
 from speaking import DROP, UNTIL_LEFT, Refusal, thought
@@ -204,6 +205,61 @@ def test_ctrl_c_takes_the_turn_back_or_keeps_what_there_is(server):
         ("user", "three"),
     ]  # fmt: skip
     assert all(m.keys() == {"role", "content"} for m in server.bodies[-1]["messages"])
+
+
+def test_an_answer_stays_until_the_new_one_is_whole(server):
+    with chatting("--url", server.url) as user:
+        user.wait_for_line()
+        server.says("First.")
+        user.send("one")
+        user.wait_for("First.")
+        user.wait_for_line()
+        server.says("Half", UNTIL_LEFT)
+        user.send("/retry")
+        user.wait_for("Half")
+        user.type(CTRL_C)
+        user.wait_for("[stopped; the answer that was there stays]")
+        user.wait_for_line()
+        user.send("/edit")
+        user.wait_until(lambda: user.line() == "> one")
+        server.says("Part", UNTIL_LEFT)
+        user.send(" more")
+        user.wait_for("Part")
+        user.type(CTRL_C)
+        user.wait_for("[stopped; the answer that was there stays]", 2)
+        user.wait_until(lambda: user.line() == "> one more")
+        user.type(CTRL_C)  # takes the edit back
+        user.wait_for_line()
+        server.says("Second.")
+        user.send("two")
+        user.wait_for("Second.")
+        user.wait_for_line()
+    assert server.asked == [("user", "one"), ("assistant", "First."), ("user", "two")]
+
+
+def test_a_command_that_fails_leaves_the_chat(server):
+    with chatting("--url", server.url, columns=120) as user:
+        user.wait_for_line()
+        server.says("First.")
+        user.send("one")
+        user.wait_for("First.")
+        user.wait_for_line()
+        user.send("/save ~nosuch/x")
+        user.wait_for("/save cannot be done: Could not determine home directory.")
+        user.send(f"/load {'x' * 300}")
+        user.wait_for("/load cannot be done: File name too long.")
+        server.tells.clear()
+        user.send("/model")
+        time.sleep(0.2)
+        user.type(CTRL_C)
+        user.wait_for("[stopped]")
+        user.wait_for_line()
+        server.tells.set()
+        server.says("Second.")
+        user.send("two")
+        user.wait_for("Second.")
+        user.wait_for_line()
+    assert server.asked == [("user", "one"), ("assistant", "First."), ("user", "two")]
 
 
 FAILURES = [

@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from weft.chat import conversation as conversations
 from weft.chat.asking import OFF, ON, UNSET
+from weft.chat.client import ChatRefusedError
 from weft.core.class_table import target_words
 from weft.core.errors import ParameterError, suggest
 
@@ -26,6 +27,7 @@ KEYS = {
 }
 # What other programs have users type to leave them, or for help.
 ALSO = dict.fromkeys(("exit", "quit", "/exit", "/bye"), "/quit") | {"help": "/help", "/?": "/help"}
+T = TypeVar("T")
 NONE = "none"
 USUAL = "usual"
 
@@ -75,8 +77,28 @@ async def _help(session: ChatSession, _: str) -> None:
     session.screen.table(KEYS.items())
 
 
+async def _told(session: ChatSession, ask: Callable[[], T]) -> T | None:
+    """What the server says; None after Ctrl-C. Raises ChatRefusedError if it says nothing."""
+    found: list[T] = []
+
+    async def wait() -> None:
+        found.append(await asyncio.to_thread(ask))
+
+    try:
+        await session.until_interrupted(wait())
+    except TimeoutError:
+        raise ChatRefusedError(f"{session.client.name} does not answer yet; try again.") from None
+    if not found:
+        session.screen.say("[stopped]")
+        return None
+    return found[0]
+
+
 async def _model(session: ChatSession, name: str) -> None:
-    session.models = await asyncio.to_thread(session.client.models)
+    models = await _told(session, session.client.models)
+    if models is None:
+        return
+    session.models = models
     if not name:
         for known in session.models:
             session.screen.show(f"{'*' if known == session.asked.model else ' '} {known}")
@@ -91,7 +113,10 @@ async def _model(session: ChatSession, name: str) -> None:
 
 
 async def _class(session: ChatSession, name: str) -> None:
-    session.classes = await asyncio.to_thread(session.client.classes)
+    classes = await _told(session, session.client.classes)
+    if classes is None:
+        return
+    session.classes = classes
     if not name:
         chosen = session.asked.service_class
         for row in session.classes:
@@ -117,8 +142,7 @@ async def _retry(session: ChatSession, _: str) -> None:
     turns = session.conversation.turns
     if not turns or turns[-1].asked is None:
         raise ParameterError("There is no message to ask again.")
-    if not await session.ask(turns[-1].question, len(turns) - 1):
-        session.screen.say("[the answer that was there stays]")
+    await session.ask(turns[-1].question, len(turns) - 1)
 
 
 async def _edit(session: ChatSession, _: str) -> None:
@@ -127,7 +151,9 @@ async def _edit(session: ChatSession, _: str) -> None:
     if text is None:
         raise ParameterError("There is no message to edit.")
     session.draft, session.replaces = text, True
-    session.screen.say("What you send now takes the place of your last message and its answer.")
+    session.screen.say(
+        "What you send now takes the place of your last message and its answer; Ctrl-C leaves both."
+    )
 
 
 async def _save(session: ChatSession, name: str) -> None:

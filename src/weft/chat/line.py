@@ -136,7 +136,11 @@ class ChatCompleter(Completer):
 
 
 class InputLine:
-    """Reads what the user writes."""
+    """Reads what the user writes.
+
+    Attributes:
+        cleared: whether Ctrl-C has cleared the line since it was last asked for.
+    """
 
     def __init__(self, history: Path, completer: Completer) -> None:
         self._session: PromptSession[str] = PromptSession(
@@ -147,9 +151,13 @@ class InputLine:
             complete_while_typing=False,
             enable_open_in_editor=True,
             tempfile_suffix=".md",
-            key_bindings=_keys(),
+            key_bindings=_keys(self._on_clear),
         )
         self._reading: asyncio.Task[str | None] | None = None
+        self.cleared = False
+
+    def _on_clear(self) -> None:
+        self.cleared = True
 
     async def read(self, default: str = "") -> str | None:
         """What the user writes; None at the end of input, empty after Ctrl-C.
@@ -157,6 +165,7 @@ class InputLine:
         Args:
             default: what the line has at first.
         """
+        self.cleared = False
         self._reading = asyncio.create_task(self._read(default))
         try:
             return await self._reading
@@ -197,7 +206,7 @@ class InputLine:
             app.key_processor.send_sigint()
 
 
-def _keys() -> KeyBindings:
+def _keys(on_clear: Callable[[], None]) -> KeyBindings:
     keys = KeyBindings()
     writing = has_focus(DEFAULT_BUFFER)
 
@@ -223,6 +232,7 @@ def _keys() -> KeyBindings:
         buffer = event.current_buffer
         if buffer.text:
             buffer.reset()
+            on_clear()
         else:
             run_in_terminal(lambda: print("Ctrl-D or /quit ends the chat."))
 

@@ -1,8 +1,8 @@
 """A chat on a terminal: reads messages and commands, shows answers, and keeps whole turns.
 
 A turn gets into the conversation once its answer is complete. One that Ctrl-C has stopped counts as
-complete, marked as stopped, if it has text. Whatever fails leaves the conversation as it was, and
-puts the message back into the input line.
+complete, marked as stopped, if it has text and would not replace another one. Whatever fails leaves
+the conversation as it was, and puts the message back into the input line.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ class ChatSession:
             text = await self.line.read(draft)
             if text is None:
                 break
+            self.replaces = self.replaces and not self.line.cleared
             await self._take(text)
         await self.client.aclose()
         return 0
@@ -94,6 +95,9 @@ class ChatSession:
                 await run_command(self, text)
             except WeftError as error:
                 self.screen.complain(error.message)
+            except (OSError, RuntimeError, ValueError) as error:  # what a name of a file may raise
+                why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+                self.screen.complain(f"{text.split()[0]} cannot be done: {why.rstrip('.')}.")
         elif message := without_quotes(text):
             turns = len(self.conversation.turns)
             at = turns - 1 if self.replaces else turns
@@ -101,19 +105,27 @@ class ChatSession:
                 self.replaces = False
             else:
                 self.draft = text
+        else:
+            self.replaces = False
 
     async def ask(self, question: Sequence[Message], at: int) -> bool:
         """Ask, and keep the turn after the first ``at`` ones; False if there is nothing to keep."""
         body = self.asked.body([*self.conversation.messages(at), *question])
         answer, view = StreamedAnswer(), self.screen.view()
+        instead = at < len(self.conversation.turns)  # of an answer that is there
         try:
             whole = await self.until_interrupted(answer.read(self.client, body, view))
         except WeftError as error:
             view.end()
             self.screen.complain(error.message)
+            if instead:
+                self.screen.say("[the answer that was there stays]")
             return False
         finally:
             view.end()
+        if not whole and instead:
+            self.screen.say("[stopped; the answer that was there stays]")
+            return False
         if not whole and not answer.text.strip():
             self.screen.say("[stopped before the answer began; nothing of it is kept]")
             return False
