@@ -27,6 +27,7 @@ try:
         given_settings,
         hide_rare,
     )
+    from weft.core.inert import inert
     from weft.core.logs import NOTICES, log_level
     from weft.core.settings import settings_of
     from weft.core.types import SamplingParams
@@ -106,7 +107,7 @@ def main(arguments: Seq[str] | None = None) -> NoReturn:
         options.pop("parser")
         sys.exit(run(options))
     except WeftError as error:
-        print(f"weft: {error.message}", file=sys.stderr)
+        print(f"weft: {inert(error.message)}", file=sys.stderr)
         usage = isinstance(error, (ConfigError, ParameterError))
         sys.exit(EXIT_USAGE if usage else EXIT_ERROR)
     except KeyboardInterrupt:

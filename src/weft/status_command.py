@@ -16,6 +16,7 @@ from weft.batch.http import base_of
 from weft.core.class_table import target_words
 from weft.core.errors import ConfigError, WeftError
 from weft.core.flags import add_server
+from weft.core.inert import inert, inert_line
 from weft.core.settings import format_bytes
 
 TIMEOUT_S = 10.0
@@ -59,10 +60,10 @@ def run_status(options: Mapping[str, Any]) -> int:
     with RunningServer(options["url"], options["api_key"]) as server:
         if options["ready"]:
             state = server.state()
-            print(json.dumps({"state": state}) if options["json"] else state)
+            print(json.dumps({"state": state}) if options["json"] else inert_line(state))
             return 0 if state == "ready" else 1
         status = collect_status(server, interval_s)
-    print(json.dumps(status, indent=2) if options["json"] else format_status(status))
+    print(json.dumps(status, indent=2) if options["json"] else inert(format_status(status)))
     return 0 if status["state"] == "ready" else 1
 
 

@@ -13,11 +13,11 @@ from typing import Any
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from weft.core.flags import add_server
+from weft.core.inert import inert_line
 from weft.status_command import RunningServer
 
 Loom = Mapping[str, Any]
@@ -49,7 +49,7 @@ def run_top(options: Mapping[str, Any]) -> int:
         WeftError: nobody answers, or somebody else than weft, or an older one, or the key is
             wrong, or the server does not have the model.
     """
-    console = Console()
+    console = Console(markup=False, emoji=False)
     view = TopView()
     with RunningServer(options["url"], options["api_key"]) as server:
         if options["json"]:
@@ -83,6 +83,7 @@ class TopView:
 
     def push(self, event: Loom) -> None:
         """Take an event in."""
+        event = _inert(event)
         self._now = event
         self._steps += event["steps"]
         at, engine = event["at"], event["engine"]["number"]
@@ -198,6 +199,15 @@ class TopView:
         return table
 
 
+def _inert(value: Any) -> Any:
+    """The same value, none of whose texts controls the terminal."""
+    if isinstance(value, dict):
+        return {_inert(key): _inert(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_inert(inner) for inner in value]
+    return inert_line(value) if isinstance(value, str) else value
+
+
 def _most(steps: Seq[Loom]) -> int:
     """Of all steps, the most that one computes: prompt tokens and rows that decode."""
     most: int = max(sum((*step["prefill"].values(), *step["decode"].values())) for step in steps)
@@ -250,7 +260,7 @@ def _batches(batches: Seq[Loom]) -> RenderableType:
         done = one["completed"] + one["failed"]
         left = "" if one["eta_s"] is None else _duration(one["eta_s"])
         table.add_row(
-            escape(one["id"]),
+            one["id"],
             one["service_class"],
             one["status"],
             f"{done} of {one['total']}" + (f", {one['failed']} failed" if one["failed"] else ""),

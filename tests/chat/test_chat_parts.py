@@ -15,11 +15,11 @@ from weft.chat.asking import AskSettings
 from weft.chat.client import ChatClient, ChatRefusedError
 from weft.chat.commands import run_command
 from weft.chat.conversation import Conversation, answered, load, save, to_send
-from weft.chat.inert import inert
 from weft.chat.line import MOST_ENTRIES, HistoryFile, is_open, without_quotes
 from weft.chat.screen import Screen, Tail, markdown, whole_blocks
 from weft.chat.session import ChatSession
 from weft.core.errors import ConfigError
+from weft.core.inert import inert
 
 
 @pytest.mark.parametrize(

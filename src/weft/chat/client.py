@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 
 from weft.batch.http import CONNECT_TIMEOUT_S, base_of
-from weft.chat.inert import inert_line
 from weft.core.errors import ConfigError, WeftError
+from weft.core.inert import inert_line
 
 PATIENCE_S = 10.0  # for an answer that needs no model
 MOST_LINE_BYTES = 64 * 2**20  # of an event

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from weft.chat.client import ChatClient
 from weft.chat.conversation import PRIVATE
-from weft.chat.inert import inert_line
 from weft.core.errors import ConfigError, WeftError
+from weft.core.inert import inert_line
 from weft.core.process import die_with_parent_thread, start_child
 
 LOGS_KEPT = 5

@@ -7,8 +7,8 @@ import sys
 from weft.chat.asking import AskSettings, StreamedAnswer, call_words
 from weft.chat.client import ChatClient
 from weft.chat.conversation import Conversation
-from weft.chat.inert import inert
 from weft.core.errors import ConfigError
+from weft.core.inert import inert
 
 MOST_CHARS = 16 * 2**20
 
@@ -58,15 +58,15 @@ async def answer_once(
         ChatRefusedError: there is no whole answer.
     """
     messages = [*Conversation(system).messages(), {"role": "user", "content": message}]
-    answer = StreamedAnswer()
+    answer, printed = StreamedAnswer(), Printed()
     try:
-        await answer.read(client, asked.body(messages), Printed())
+        await answer.read(client, asked.body(messages), printed)
     finally:
         if answer.text and not answer.text.endswith("\n"):
             print(flush=True)
         await client.aclose()
     for call in answer.calls:
-        print(call_words(call))
+        printed.write(f"{call_words(call)}\n")
     if answer.finish == "length":
         say_to_errors("the answer is cut off: max_tokens, or the end of the model's context")
     if asked.usage:

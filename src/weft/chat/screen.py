@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.theme import Theme
 
-from weft.chat.inert import inert
+from weft.core.inert import inert
 
 DRAW_S = 0.05  # from a piece to the screen; pieces that come meanwhile go with it
 DRAWN_SHARE = 4  # drawing takes a quarter of the time at most

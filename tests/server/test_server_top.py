@@ -1,0 +1,48 @@
+"""``weft top``: nothing that a server says controls the terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.status_command import RunningServer
+from weft.top_command import run_top
+
+HOSTILE = "[red]\x1b[2Jname"
+SHOWN = "[red]\u241b[2Jname"
+NONE = {"p50": None, "p99": None, "target": None}
+
+
+def event() -> dict[str, Any]:
+    """What a server says whose names are hostile."""
+    return {
+        "object": "loom",
+        "at": 1.0,
+        "version": HOSTILE,
+        "models": [HOSTILE],
+        "engine": {"state": HOSTILE, "number": 1, "policy": HOSTILE, "max_num_seqs": 4},
+        "load": {"waiting": 0, "queued_prompt_tokens": 0, "running": 0},
+        "kv": {"used_blocks": 0, "blocks": 4, "block_size": 16, "host_blocks": 0},
+        "totals": {},
+        "classes": [
+            {"name": HOSTILE, "waiting": None, "running": None, "kept": None,
+             "ttft_s": NONE, "tpot_s": NONE}
+        ],
+        "batches": [
+            {"id": HOSTILE, "service_class": HOSTILE, "status": HOSTILE, "completed": 1,
+             "failed": 0, "total": 2, "progress": 0.5, "eta_s": None, "warning": None}
+        ],
+        "recoveries": [],
+        "steps": [
+            {"n": 0, "ms": 1.0, "predicted_ms": None, "prefill": {HOSTILE: 3}, "decode": {}}
+        ],
+    }  # fmt: skip
+
+
+def test_what_a_server_says_is_inert(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(RunningServer, "loom", lambda *_: event())
+    given = {"url": "http://127.0.0.1:9", "api_key": None, "model": None}
+    assert run_top({**given, "json": False, "once": True}) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert shown.count(SHOWN) == 9  # four above, the legend, the class, and three of the batch
