@@ -29,6 +29,10 @@ PREFILL, DECODE, GAP = "█", "░", "┃"
 LEVELS = "▁▂▃▄▅▆▇█"
 BAR_CELLS = 20
 MOST_RATE_S = 5.0  # over which rates are measured
+ENDS = {
+    "server_stopping": "has stopped",
+    "key_revoked": "takes this key no more; give another one with --api-key or OPENAI_API_KEY",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,13 +68,16 @@ def run_top(options: Mapping[str, Any]) -> int:
 
 def _follow(server: RunningServer, model: str | None, view: TopView, console: Console) -> None:
     """Show event after event, on a screen of their own."""
+    reason = ""
     with Live(console=console, screen=True, auto_refresh=False) as live:
         for event in server.looms(model):
             if event["object"] == "loom.end":
+                reason = event["reason"]
                 break
             view.push(event)
             live.update(view.render(server.url, console.width), refresh=True)
-    console.print(f"The server at {server.url} has stopped.")
+    words = ENDS.get(reason, "has ended the stream")
+    console.print(f"The server at {server.url} {words}.")
 
 
 class TopView:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
+import pytest
+from rich.console import Console
+
 from weft.status_command import RunningServer
-from weft.top_command import run_top
+from weft.top_command import TopView, _follow, run_top
 
 HOSTILE = "[red]\x1b[2Jname"
 SHOWN = "[red]\u241b[2Jname"
@@ -46,3 +50,19 @@ def test_what_a_server_says_is_inert(monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert "\x1b" not in shown
     assert shown.count(SHOWN) == 9  # four above, the legend, the class, and three of the batch
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        ([{"object": "loom.end", "reason": "server_stopping"}], "has stopped."),
+        ([{"object": "loom.end", "reason": "key_revoked"}], "takes this key no more;"),
+        ([], "has ended the stream."),
+    ],
+)
+def test_the_end_has_its_reason(monkeypatch, end, words):
+    monkeypatch.setattr(RunningServer, "looms", lambda *_: iter([event(), *end]))
+    console = Console(file=io.StringIO(), width=200)
+    with RunningServer("http://127.0.0.1:9", None) as server:
+        _follow(server, None, TopView(), console)
+    assert f"The server at http://127.0.0.1:9 {words}" in console.file.getvalue()
