@@ -176,6 +176,11 @@ async function hostile(browser) {
   assert.deepEqual(found.links.sort(), ["https://evil.example/spy.png", "https://fine.example/c"]);
   await page.getByText("The end.", { exact: true }).waitFor();
   assert.equal(await page.evaluate(() => globalThis.hacked), undefined);
+  await page.getByRole("button", { name: "New chat" }).click();
+  const deep = ">".repeat(4000);
+  await ask(page, say(`${deep} deep`));
+  await ended(page);
+  assert.equal(await page.locator(".prose").textContent(), `${deep} deep`);
   // what the sanitiser parses is not shown; the policy reports styles there nevertheless
   page.complaints = page.complaints.filter((line) => !line.startsWith("Applying inline style violates"));
   return [page];

@@ -29,7 +29,12 @@ marked.use({ gfm: true, renderer: { checkbox: ({ checked }) => (checked ? "☑ "
 
 /** The elements of some Markdown; code of unfinished texts is not highlighted yet. */
 export function render(text, finished) {
-  const fragment = DOMPurify.sanitize(marked.parse(text), RULES);
+  let fragment;
+  try {
+    fragment = DOMPurify.sanitize(marked.parse(text), RULES);
+  } catch { // it is nested more deeply than the parser goes
+    return asItIs(text);
+  }
   for (const styled of fragment.querySelectorAll("[class]:not(pre > code)")) styled.removeAttribute("class");
   for (const link of fragment.querySelectorAll("a")) {
     link.target = "_blank";
@@ -46,6 +51,12 @@ export function render(text, finished) {
     box.append(table);
   }
   fragment.querySelectorAll("pre > code").forEach((code) => dress(code, finished));
+  return fragment;
+}
+
+function asItIs(text) {
+  const fragment = document.createDocumentFragment();
+  fragment.append(Object.assign(document.createElement("p"), { className: "as-it-is", textContent: text }));
   return fragment;
 }
 
