@@ -208,6 +208,11 @@ async function tools(browser) {
   await call.getByLabel("Output of the tool").fill("12 degrees");
   await call.getByRole("button", { name: "Give to the model" }).click();
   await answers(page).filter({ hasText: "Result: 12 degrees" }).waitFor();
+  await ask(page, 'script> call weather {"city": "Bonn"}');
+  await page.getByLabel("Output of the tool").waitFor();
+  await ask(page, say("Never mind.")); // instead of an output
+  await answers(page).filter({ hasText: "Never mind." }).waitFor();
+  assert.equal(await page.getByLabel("Output of the tool").count(), 0);
   return [page];
 }
 

@@ -58,6 +58,7 @@ class Chats extends Observed {
 
   async send(content, images = []) {
     const chat = this.open;
+    if (this.isRunning(chat)) return;
     chat.messages.push({ role: "user", content, ...(images.length && { images }) });
     chat.title ||= content.trim().replace(/\s+/g, " ").slice(0, TITLE_CHARS) || "Image";
     await this.#answer(chat);
@@ -80,8 +81,9 @@ class Chats extends Observed {
   /** Give the output of a tool; the model goes on when each call has one. */
   async giveOutput(call, content) {
     const chat = this.open;
+    const answer = chat.messages.findLast((message) => message.calls?.some(({ id }) => id === call));
+    if (this.isRunning(chat) || answer !== lastAnswer(chat)) return; // something else was asked meanwhile
     chat.messages.push({ role: "tool", call, content });
-    const answer = chat.messages.findLast((message) => message.role === "assistant");
     const given = new Set(chat.messages.filter((message) => message.role === "tool").map((message) => message.call));
     if (answer.calls.every(({ id }) => given.has(id))) await this.#answer(chat);
     else await this.#save(chat);
@@ -137,6 +139,9 @@ class Chats extends Observed {
     }, 33);
   }
 }
+
+/** The answer that the chat has come to. */
+export const lastAnswer = (chat) => chat.messages.findLast((message) => message.role === "assistant");
 
 /** An answer that was growing when the page was left grows no more. */
 function endUnfinished(message) {

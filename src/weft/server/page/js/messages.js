@@ -1,6 +1,6 @@
 // One message: a question, an answer with its reasoning and tool calls, or the output of a tool.
 import { useEffect, useRef, useState } from "preact/hooks";
-import { chats } from "./chats.js";
+import { chats, lastAnswer } from "./chats.js";
 import { copyText, render } from "./markdown.js";
 import { counted, html, icon, ICONS, millis } from "./ui.js";
 
@@ -52,7 +52,8 @@ export function Answer({ chat, message, index, running, last }) {
       <p>${message.reasoning}</p>
     </details>`}
     ${message.content && html`<${Markdown} text=${message.content} finished=${!message.open} />`}
-    ${message.calls.map((call) => html`<${Call} key=${call.id} call=${call} chat=${chat} done=${!message.open} />`)}
+    ${message.calls.map((call) => html`<${Call} key=${call.id} call=${call} chat=${chat}
+      open=${!running && message === lastAnswer(chat)} />`)}
     ${message.note && html`<p class=${message.failed ? "note wrong" : "note"} role=${message.failed ? "alert" : null}>
       ${message.note}</p>`}
     ${!message.open && html`<div class="deeds">
@@ -108,7 +109,8 @@ function Markdown({ text, finished }) {
   return html`<div class="prose" ref=${box}></div>`;
 }
 
-function Call({ call, chat, done }) {
+/** A tool call; while it is `open`, you can give the tool's output. */
+function Call({ call, chat, open }) {
   const given = chat.messages.some((message) => message.role === "tool" && message.call === call.id);
   const submit = (event) => {
     event.preventDefault();
@@ -117,7 +119,7 @@ function Call({ call, chat, done }) {
   return html`<section class="call" aria-label=${`Tool call: ${call.name}`}>
     <h3>${call.name}</h3>
     <pre tabindex="0" role="region" aria-label="Arguments"><code>${indented(call.input)}</code></pre>
-    ${done && !given && html`<form onSubmit=${submit}>
+    ${open && !given && html`<form onSubmit=${submit}>
       <label>Output of the tool<textarea name="output" rows="2" required></textarea></label>
       <div class="row end"><button type="submit">Give to the model</button></div>
     </form>`}
