@@ -176,11 +176,11 @@ async function hostile(browser) {
   assert.deepEqual(found.links.sort(), ["https://evil.example/spy.png", "https://fine.example/c"]);
   await page.getByText("The end.", { exact: true }).waitFor();
   assert.equal(await page.evaluate(() => globalThis.hacked), undefined);
-  await page.getByRole("button", { name: "New chat" }).click();
-  const deep = ">".repeat(4000);
-  await ask(page, say(`${deep} deep`));
-  await ended(page);
-  assert.equal(await page.locator(".prose").textContent(), `${deep} deep`);
+  const deep = await page.evaluate(async () => {
+    const { render } = await import("./page/js/markdown.js");
+    return [...render(`${">".repeat(4000)} deep`, true).children].map((element) => [element.tagName, element.textContent.length]);
+  });
+  assert.deepEqual(deep, [["P", 4005]]);
   // what the sanitiser parses is not shown; the policy reports styles there nevertheless
   page.complaints = page.complaints.filter((line) => !line.startsWith("Applying inline style violates"));
   return [page];
@@ -260,6 +260,18 @@ async function chats(browser) {
   await page.reload();
   await list.first().waitFor();
   assert.equal(await list.count(), 1);
+  const tabs = { one: page, another: await page.context().newPage() };
+  await tabs.another.goto(`${WEFT_SCRIPT}/`);
+  for (const tab of Object.values(tabs)) await tab.getByLabel("Chats").getByRole("listitem").getByRole("button").click();
+  for (const [name, tab] of Object.entries(tabs)) {
+    await ask(tab, say(`Of ${name} tab.`));
+    await ended(tab, 2);
+  }
+  for (const [name, tab] of Object.entries(tabs)) { // neither has overwritten what the other one has
+    await tab.reload();
+    await answers(tab).getByText(`Of ${name} tab.`).waitFor();
+    assert.equal(await tab.getByLabel("Chats").getByRole("listitem").count(), 2);
+  }
   return [page];
 }
 

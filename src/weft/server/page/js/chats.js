@@ -1,5 +1,5 @@
 // The chats of this browser: which is open, which are being answered, and what may be done to them.
-import { readChats, removeChat, writeChat } from "./store.js";
+import { newId, readChats, removeChat, writeChat } from "./store.js";
 import { server } from "./server.js";
 import { bodyOf, newAnswer, takeTurn } from "./turn.js";
 import { Observed } from "./ui.js";
@@ -13,6 +13,7 @@ class Chats extends Observed {
   open = null;
   kept = true; // false: this browser keeps nothing, e.g. in a private window
   #running = new Map(); // chat id -> AbortController
+  #places = new WeakMap(); // chat -> where it is kept: a tab keeps a copy of what another one has changed
 
   async load() {
     try {
@@ -20,7 +21,10 @@ class Chats extends Observed {
     } catch {
       this.kept = false;
     }
-    for (const chat of this.all) chat.messages.forEach(endUnfinished);
+    for (const chat of this.all) {
+      this.#places.set(chat, { id: chat.id, changed: chat.changed });
+      chat.messages.forEach(endUnfinished);
+    }
     const last = this.all.find((chat) => chat.id === sessionStorage.getItem("weft-chat"));
     if (last) this.show(last);
     else this.begin();
@@ -30,7 +34,7 @@ class Chats extends Observed {
   begin() {
     const like = this.open ?? this.all[0];
     this.show({
-      id: crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`,
+      id: newId(),
       title: "",
       changed: Date.now(),
       model: like?.model ?? "",
@@ -42,8 +46,13 @@ class Chats extends Observed {
 
   show(chat) {
     this.open = chat;
-    sessionStorage.setItem("weft-chat", chat.id);
+    sessionStorage.setItem("weft-chat", this.#place(chat).id);
     this.changed();
+  }
+
+  #place(chat) {
+    if (!this.#places.has(chat)) this.#places.set(chat, { id: chat.id });
+    return this.#places.get(chat);
   }
 
   isRunning(chat) {
@@ -96,7 +105,7 @@ class Chats extends Observed {
   async delete(chat) {
     this.stop(chat);
     this.all = this.all.filter((other) => other !== chat);
-    if (this.kept) await removeChat(chat.id);
+    if (this.kept) await removeChat(this.#place(chat).id);
     if (this.open === chat) this.begin();
     this.changed();
   }
@@ -122,7 +131,8 @@ class Chats extends Observed {
     this.changed();
     if (!this.kept || !this.all.includes(chat)) return;
     try {
-      await writeChat(structuredClone(chat));
+      await writeChat(structuredClone(chat), this.#place(chat));
+      if (this.open === chat) sessionStorage.setItem("weft-chat", this.#place(chat).id);
     } catch {
       this.kept = false;
       this.changed();

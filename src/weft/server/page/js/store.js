@@ -24,5 +24,23 @@ async function inTable(mode, work) {
 }
 
 export const readChats = () => inTable("readonly", (table) => table.getAll());
-export const writeChat = (chat) => inTable("readwrite", (table) => table.put(chat));
+
+/** An id that no chat has yet. */
+export const newId = () => crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`;
+
+/**
+ * Write a chat at its place: an id, and when what is there was changed, as far as this tab knows.
+ * Where another tab has changed it since, that stays, and the place becomes one of its own.
+ */
+export const writeChat = (chat, place) => inTable("readwrite", (table) => {
+  const { id } = place;
+  const asked = table.get(id);
+  asked.onsuccess = () => {
+    const others = asked.result !== undefined && asked.result.changed !== place.changed;
+    if (others && place.id === id) place.id = newId();
+    place.changed = chat.changed;
+    table.put({ ...chat, id: place.id });
+  };
+  return asked;
+});
 export const removeChat = (id) => inTable("readwrite", (table) => table.delete(id));
