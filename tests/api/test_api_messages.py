@@ -167,6 +167,20 @@ def test_messages_add_and_remove_tools():
     assert [tool["function"]["name"] for tool in fields["tools"]] == ["look", "hear"]
 
 
+def test_a_tool_that_comes_again_is_the_last_one():
+    first, last = ({**TOOL, "description": text} for text in ("First.", "Last."))
+    changes = [
+        PLAIN,
+        changed("tool_addition", type="tool_definition", definition=first),
+        changed("tool_removal", type="tool_reference", name="look"),
+        changed("tool_addition", type="tool_definition", definition=last),
+    ]
+    said = [*HELLO, {"role": "system", "content": changes}]
+    for tools in ([TOOL], None):
+        [tool] = chat_fields(body_of(tools=tools, messages=said))["tools"]
+        assert tool["function"]["description"] == "Last."
+
+
 def test_a_system_message_may_be_for_one_turn():
     hint = {"role": "system", "content": "Be kind.", "clear_at": "next_user_message"}
     last = chat_fields(body_of(messages=[*HELLO, hint]))["messages"]

@@ -14,6 +14,7 @@ from weft.api import Builder, Job, Notes
 from weft.api.response_answers import ResponseCollector, ResponseWriter
 from weft.api.response_events import replay
 from weft.api.response_items import messages_of, read_items
+from weft.api.response_tools import ResponseTools
 from weft.core.errors import WeftError
 
 PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
@@ -147,6 +148,15 @@ def test_tools_that_a_search_has_found_can_be_called(builder):
     assert messages(USER, SEARCHED, {**FOUND, "tools": []})[-1]["content"] == "No tool was found."
     again = [*given, {**SEARCHED, "call_id": "s2"}, {**FOUND, "call_id": "s2"}]
     assert prompt_of(builder, tools=[SEARCH, READ], input=again).count("mcp__files__read") == 3
+
+
+def test_a_call_of_a_tool_that_was_there_first_is_shown_as_its_own():
+    tools = ResponseTools(Notes())
+    given = [{**READ, "name": "mcp__files__read"}]
+    tools.read([msgspec.Raw(msgspec.json.encode(tool)) for tool in given], "tools")
+    tools.load([FOUND])
+    assert len(tools.functions) == 2
+    assert tools.shown.keys() == {"mcp__files__patch"}
 
 
 def test_tools_may_come_amid_a_conversation(builder):

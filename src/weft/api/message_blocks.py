@@ -77,13 +77,13 @@ class Blocks:
     Attributes:
         referenced: names of tools that results of tools refer to, or that messages add.
         removed: names of tools that messages remove.
-        defined: tools that messages define.
+        defined: tools that messages define, the last one of each name.
     """
 
     notes: Notes
     referenced: set[str] = field(default_factory=set)
     removed: set[str] = field(default_factory=set)
-    defined: list[Placed] = field(default_factory=list)
+    defined: dict[str, Placed] = field(default_factory=dict)
 
     def text(self, content: Content, path: str) -> str:
         """The text of what may have blocks of text only."""
@@ -102,8 +102,8 @@ class Blocks:
         """Take a change of the tools in; return what the model reads of it."""
         tool = change.tool
         if change.type == "tool_addition" and tool.definition is not None:
-            self.defined.append((tool.definition, f"{path}.tool.definition"))
             name = tool.definition.name
+            self.defined[name] = (tool.definition, f"{path}.tool.definition")
         else:
             name = tool.name if tool.type == "tool_reference" else None
         if name is None:  # a tool that Anthropic calls

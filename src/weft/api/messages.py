@@ -228,10 +228,13 @@ def _found(
     """The tools that the template shows to the model.
 
     A deferred tool is left out until the result of a client's search refers to it. With a search
-    tool of Anthropic's, which weft does not run, all are included.
+    tool of Anthropic's, which weft does not run, all are included. What a message defines takes the
+    place of the body's tool of the name.
     """
     placed = [(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
-    placed = [one for one in placed + blocks.defined if one[0].name not in blocks.removed]
+    placed = [one for one in placed if one[0].name not in blocks.defined]
+    placed += blocks.defined.values()
+    placed = [one for one in placed if one[0].name not in blocks.removed]
     if any((tool.type or "").startswith("tool_search") for tool in tools):
         return placed
     known = {*blocks.referenced, choice.name if choice is not None else None}

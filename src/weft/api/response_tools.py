@@ -140,10 +140,12 @@ class ResponseTools:
             more.read(raws, f"input[]({item['type']}).tools")
             known = {self._name(function) for function in self.functions}
             for function, path in zip(more.functions, more.paths, strict=True):
-                if self._name(function) not in known:
-                    self.functions.append(function)
-                    self.paths.append(path)
-            self.shown = {**more.shown, **self.shown}
+                if (name := self._name(function)) in known:
+                    continue
+                self.functions.append(function)
+                self.paths.append(path)
+                if name in more.shown:
+                    self.shown[name] = more.shown[name]
 
     def names(self) -> dict[str, str]:
         """Places in the list of the chat -> places in the body."""
