@@ -428,6 +428,20 @@ async function loom(browser) {
   await page.mouse.move(0, 0);
   await traffic(page);
   await picture(page, "loom");
+  await page.route("**/v1/loom", async (route) => { // as with more classes than have a place of their own
+    const event = await (await page.request.get(`${WEFT_WHOLE}/v1/loom?once=1`)).json();
+    Object.assign(event.classes[0], { running: null, waiting: null });
+    event.steps = [{ ...event.steps[0], n: 0, prefill: { "(others)": 9 }, decode: {} }];
+    await route.fulfill({ contentType: "text/event-stream", body: `data: ${JSON.stringify(event)}\n\n` });
+  });
+  await page.reload();
+  const cells = page.locator(".classes tbody tr").first().getByRole("cell");
+  await cells.first().filter({ hasText: "–" }).waitFor();
+  assert.equal(await cells.nth(1).textContent(), "–");
+  await page.locator(".chosen").filter({ hasText: "(others)" }).waitFor();
+  await steps.focus();
+  await page.keyboard.press("ArrowLeft");
+  await page.locator(".chosen").filter({ hasText: "Step 0: 9 prefill (others)" }).waitFor();
   return [page];
 }
 

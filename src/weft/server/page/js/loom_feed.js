@@ -52,8 +52,8 @@ export class LoomFeed extends Observed {
   }
 
   #take(event, first) {
-    const known = this.steps.at(-1)?.n ?? 0;
-    const newest = event.steps.at(-1)?.n ?? 0;
+    const known = this.steps.at(-1)?.n ?? -1; // the first step is 0
+    const newest = event.steps.at(-1)?.n ?? -1;
     const anew = first && newest < known; // another server than before
     const fresh = anew ? event.steps : event.steps.filter((step) => step.n > known);
     this.steps = [...(anew ? [] : this.steps), ...fresh].slice(-MOST_STEPS);
@@ -67,6 +67,13 @@ export class LoomFeed extends Observed {
     const engineOf = engine.number;
     this.#marks.push({ at, tokens: totals.output_tokens, engine: engineOf });
     this.#marks = this.#marks.filter((mark) => mark.engine === engineOf && mark.at > at - RATE_S);
+  }
+
+  /** What steps are counted by: the classes that have a place of their own, and `(others)` for all the rest. */
+  get names() {
+    const counted = this.steps.flatMap((step) => [...Object.keys(step.prefill), ...Object.keys(step.decode)]);
+    const placed = this.latest.classes.filter((row) => row.running !== null);
+    return [...new Set([...placed.map((row) => row.name), ...counted])];
   }
 
   /** Output tokens per second, lately. */

@@ -3,7 +3,7 @@ import { useEffect, useRef, useState } from "preact/hooks";
 import { BatchPanel } from "./batch_panel.js";
 import { LoomFeed } from "./loom_feed.js";
 import { server } from "./server.js";
-import { threadOf } from "./threads.js";
+import { OTHERS, threadOf } from "./threads.js";
 import { count, html, millis, percent, seconds, span, useObserved } from "./ui.js";
 import { Weave } from "./weave.js";
 
@@ -39,7 +39,7 @@ function Woven({ model }) {
     ${latest && html`
       <${Now} feed=${feed} />
       <${Steps} feed=${feed} />
-      <${ClassTable} rows=${latest.classes} />`}
+      <${ClassTable} rows=${latest.classes} names=${feed.names} />`}
     <${BatchPanel} live=${latest?.batches ?? null} />
     ${latest && html`<${Recoveries} rows=${latest.recoveries} />`}`;
 }
@@ -67,10 +67,11 @@ function Steps({ feed }) {
   const weave = useRef(null);
   const columns = useRef([]);
   const [chosen, choose] = useState(null);
-  const { classes, recoveries } = feed.latest;
+  const { recoveries } = feed.latest;
+  const { names } = feed;
   const paint = () => {
     weave.current ??= new Weave(canvas.current);
-    columns.current = weave.current.paint(feed.steps, classes, recoveries, chosen);
+    columns.current = weave.current.paint(feed.steps, names, recoveries, chosen);
   };
   useEffect(paint);
   useEffect(() => {
@@ -103,7 +104,6 @@ function Steps({ feed }) {
     choose(columns.current[next].step.n);
   };
   const step = feed.steps.find(({ n }) => n === chosen);
-  const names = classes.map((row) => row.name);
   return html`<section class="steps" aria-label="Steps">
     <div class="weave" tabindex="0" role="group" aria-label="Steps of the engine; arrow keys choose one"
       onPointerMove=${point} onPointerLeave=${() => choose(null)} onKeyDown=${onKey}>
@@ -129,8 +129,10 @@ function describe(step) {
   return `Step ${count(step.n)}: ${parts.join(", ") || "no tokens"}; ${time}`;
 }
 
-function ClassTable({ rows }) {
-  const names = rows.map((row) => row.name);
+/** How many wait or run; "–" for a class that is counted with others. */
+const queued = (value) => (value === null ? "–" : count(value));
+
+function ClassTable({ rows, names }) {
   return html`<section aria-labelledby="classes">
     <h2 id="classes">Classes</h2>
     <div class="scrolled" tabindex="0" role="region" aria-label="Table of classes"><table class="classes">
@@ -142,8 +144,8 @@ function ClassTable({ rows }) {
           <th scope="col" key=${`${of}50`}>P50</th><th scope="col" key=${`${of}99`}>P99</th><th scope="col" key=${of}>target</th>`)}</tr>
       </thead>
       <tbody>${rows.map((row) => html`<tr key=${row.name}>
-        <th scope="row"><i class=${`thread-${threadOf(row.name, names)}`}></i>${row.name}</th>
-        <td>${count(row.running)}</td><td>${count(row.waiting)}</td>
+        <th scope="row"><i class=${`thread-${threadOf(row.running === null ? OTHERS : row.name, names)}`}></i>${row.name}</th>
+        <td>${queued(row.running)}</td><td>${queued(row.waiting)}</td>
         <${Latency} of=${row.ttft_s} /><${Latency} of=${row.tpot_s} />
         <td>${row.kept === null ? "–" : html`<b class=${row.kept < 0.9 ? "over" : null}>${percent(row.kept)}</b>${" "}
           <span class="small">of ${count(row.judged)}</span>`}</td>

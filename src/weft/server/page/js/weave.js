@@ -60,7 +60,7 @@ export class Weave {
   }
 
   /** Paint; returns the columns, for whoever points at one. */
-  paint(steps, classes, recoveries, chosen) {
+  paint(steps, names, recoveries, chosen) {
     const { clientWidth: width, clientHeight: height } = this.#canvas;
     const scale = devicePixelRatio || 1;
     if (this.#canvas.width !== Math.round(width * scale) || this.#canvas.height !== Math.round(height * scale)) {
@@ -74,7 +74,7 @@ export class Weave {
     const columns = placed(steps, recoveries, width);
     const timesTop = height - Math.round((height - TOP_PX) * TIMES);
     const bottom = timesTop - BETWEEN_PX;
-    this.#threads(pen, columns, classes, bottom, width);
+    this.#threads(pen, columns, names, bottom, width);
     this.#times(pen, columns, timesTop, height - 6, width);
     this.#marks(pen, columns, height, chosen);
     return columns;
@@ -95,8 +95,7 @@ export class Weave {
   }
 
   /** Tokens of each step. The height grows as their square root: a decode beside a prompt is seen. */
-  #threads(pen, columns, classes, bottom, width) {
-    const names = classes.map((row) => row.name);
+  #threads(pen, columns, names, bottom, width) {
     const totals = columns.map(({ step }) => sum(step.prefill) + sum(step.decode));
     const most = ceiling(Math.max(10, ...totals));
     const room = bottom - TOP_PX;
