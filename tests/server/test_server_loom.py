@@ -358,6 +358,30 @@ def test_a_key_sees_its_own_batches_and_an_admin_all(keyed):
     assert after[ids["boss"]]["cancel"] is None
 
 
+def test_one_key_leaves_others_their_readers_and_looks_once(keyed, monkeypatch):
+    looks = []
+    batches = served_loom.Loom.batches
+
+    async def counted(loom: Any, viewer: Any) -> Any:
+        looks.append(viewer.owner)
+        return await batches(loom, viewer)
+
+    monkeypatch.setattr(served_loom.Loom, "batches", counted)
+    monkeypatch.setattr(served_loom, "BATCHES_EVERY_S", 60.0)
+    monkeypatch.setattr(served_loom, "MOST_READERS", 8)
+    one, two, other = (events(keyed, **bearer(key)) for key in ("user", "user", "eye"))
+    with keyed.http() as http, one as first, two as second:
+        for stream in (first, second, first):
+            assert next(stream)["batches"] == []
+        refused = http.get(PATH, headers=bearer("user"))
+        assert refused.status_code == 503
+        assert "2 clients with this key" in refused.json()["error"]["message"]
+        assert len(looks) == 1
+        with other as third:
+            assert next(third)["batches"] == []
+    assert len(set(looks)) == len(looks) == 2
+
+
 def test_progress_and_end_of_a_batch(keyed, monkeypatch):
     batch_id = create(keyed, "user")
     store = BatchStore(Path(keyed.service.options.data_dir), StoreLimits(reserve_bytes=0))

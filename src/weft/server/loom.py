@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,9 +34,12 @@ from weft.server.metrics import target_key
 from weft.server.options import ServerOptions
 from weft.server.service import Service
 
+Batches = list[dict[str, Any]] | None
+
 PATH = "/v1/loom"
 EVERY_S = 0.25  # between two events of a stream
 MOST_READERS = 32  # of streams, of one request plane
+KEYS_SHARE = 4  # a key may have one reader in so many
 BATCHES_EVERY_S = 1.0  # between two looks into the data folder
 MOST_BATCHES = 50
 ENDED_S = 600.0  # that batches are shown after their end
@@ -50,7 +54,7 @@ TOTALS = (
 
 
 class TooManyReadersError(WeftError):
-    """The request plane streams the loom to as many readers as it may."""
+    """The request plane streams the loom to as many readers as it may, or as one key may have."""
 
     http_status = 503
     code = "too_many_readers"
@@ -110,42 +114,48 @@ class Loom:
         self._service = service
         self._data = data
         self._keys = keys
-        self._readers = 0
+        self._readers: Counter[bytes] = Counter()  # by owner
+        self._looks: dict[Viewer, tuple[float, asyncio.Task[Batches]]] = {}  # and when they began
         self._classes: tuple[float, list[dict[str, Any]]] = (-math.inf, [])  # and when that was
 
     def stream(self, viewer: Viewer) -> Response:
         """A stream of events.
 
         Raises:
-            TooManyReadersError: there are enough of them.
+            TooManyReadersError: there are enough of them, or of the viewer's key.
             ShuttingDownError: the server ends.
         """
         if self._service.draining:
             raise ShuttingDownError("The server is shutting down; try again in a moment.")
-        if self._readers >= MOST_READERS:
+        most, whose = MOST_READERS, "clients"
+        readers = self._readers.total()
+        if self._keys.demanded and readers < most:
+            most, whose = max(1, MOST_READERS // KEYS_SHARE), "clients with this key"
+            readers = self._readers[viewer.owner]
+        if readers >= most:
             raise TooManyReadersError(
-                f"{MOST_READERS} clients read the loom here, which is the most; try again later, "
-                "or ask for one object with ?once=1."
+                f"{most} {whose} read the loom here, which is the most; try again later, or ask "
+                "for one object with ?once=1."
             )
         return _LoomStream(self, viewer)
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
+    def reading(self, viewer: Viewer) -> Iterator[None]:
         """Count a reader."""
-        self._readers += 1
+        self._readers[viewer.owner] += 1
         try:
             yield
         finally:
-            self._readers -= 1
+            self._readers[viewer.owner] -= 1
+            if not self._readers[viewer.owner]:
+                del self._readers[viewer.owner]
+                self._looks.pop(viewer, None)
 
     async def send(self, viewer: Viewer, send: Send) -> None:
         """Send events until the server ends, or the viewer's key is valid no more."""
         since: int | None = None
-        looked_s = -math.inf
-        batches: list[dict[str, Any]] | None = None
         while (reason := self._end_of(viewer)) is None:
-            if time.monotonic() - looked_s >= BATCHES_EVERY_S:
-                batches, looked_s = await self.batches(viewer), time.monotonic()
+            batches = await self._recent_batches(viewer)
             since, seen = self.look(since)
             await _send_event(send, seen | {"batches": batches})
             await asyncio.sleep(EVERY_S)
@@ -251,7 +261,15 @@ class Loom:
 
     # -- batches -----------------------------------------------------------------------------------
 
-    async def batches(self, viewer: Viewer) -> list[dict[str, Any]] | None:
+    async def _recent_batches(self, viewer: Viewer) -> Batches:
+        """The batches as of lately: all readers of a key share a look."""
+        began, look = self._looks.get(viewer, (-math.inf, None))
+        if look is None or time.monotonic() - began >= BATCHES_EVERY_S:
+            look = asyncio.create_task(self.batches(viewer))
+            self._looks[viewer] = time.monotonic(), look
+        return await asyncio.shield(look)  # which outlives a reader that leaves
+
+    async def batches(self, viewer: Viewer) -> Batches:
         """The batches that the viewer may see; None if the data folder cannot be read."""
         if not self._data.in_use:
             return []
@@ -275,7 +293,7 @@ class _LoomStream(Response):
         self._viewer = viewer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        with self._loom.reading():
+        with self._loom.reading(self._viewer):
             await self._run(receive, send)
 
     async def _run(self, receive: Receive, send: Send) -> None:
