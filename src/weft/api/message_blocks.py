@@ -103,7 +103,8 @@ class Blocks:
         tool = change.tool
         if change.type == "tool_addition" and tool.definition is not None:
             name = tool.definition.name
-            self.defined[name] = (tool.definition, f"{path}.tool.definition")
+            where = f"{path}.tool.definition"
+            self.defined[name or where] = (tool.definition, where)
         else:
             name = tool.name if tool.type == "tool_reference" else None
         if name is None:  # a tool that Anthropic calls
