@@ -1,14 +1,17 @@
-"""``weft top``: nothing that a server says controls the terminal."""
+"""``weft top`` and ``weft status``: nothing that a server says controls the terminal."""
 
 from __future__ import annotations
 
 import io
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
 
-from weft.status_command import RunningServer
+from weft.cli import main
+from weft.core.errors import WeftError
+from weft.status_command import RunningServer, run_status
 from weft.top_command import TopView, _follow, run_top
 
 HOSTILE = "[red]\x1b[2Jname"
@@ -50,6 +53,17 @@ def test_what_a_server_says_is_inert(monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert "\x1b" not in shown
     assert shown.count(SHOWN) == 9  # four above, the legend, the class, and three of the batch
+
+
+def test_a_state_and_an_error_are_inert(monkeypatch, capsys):
+    given = {"url": "http://127.0.0.1:9", "api_key": None, "interval_s": 0.0}
+    monkeypatch.setattr(RunningServer, "state", lambda _: HOSTILE)
+    assert run_status({**given, "ready": True, "json": False}) == 1
+    assert capsys.readouterr().out == f"{SHOWN}\n"
+    monkeypatch.setattr(RunningServer, "state", Mock(side_effect=WeftError(HOSTILE)))
+    with pytest.raises(SystemExit):
+        main(["status", "--ready"])
+    assert capsys.readouterr().err == f"weft: {SHOWN}\n"
 
 
 @pytest.mark.parametrize(
