@@ -22,10 +22,12 @@ from weft.core.errors import (
     WeftError,
 )
 from weft.core.memory import MemoryKills
+from weft.core.process import start_child
 from weft.engine.keeper import MOST_FAILURES, EngineKeeper
 from weft.engine.kv_file import create_kv_file, make_fit
 from weft.engine.links import EngineLinks
 from weft.engine.remote import EngineProcess
+from weft.engine.reserve import Reserve
 from weft.ring.client import RingClient
 from weft.ring.segment import create_ring
 
@@ -252,3 +254,25 @@ def test_kv_is_dropped_where_an_engine_fails_that_takes_over(tree, monkeypatch, 
     assert (os.pread(kv, 4, 5000) == b"full") == kept
     ring.close()
     os.close(kv)
+
+
+def test_a_fork_that_is_cancelled_takes_its_fork_server_along():
+    """Else the answer of the one would be read as that of the next."""
+    ring = create_ring()
+    reserve = Reserve({"device": "cpu"}, EngineLinks([ring]), start_child, forking=True)
+
+    async def cancelled() -> None:
+        taking = asyncio.create_task(reserve.take(60.0))
+        while reserve._forks is None:
+            await asyncio.sleep(0.01)
+        server = reserve._forks.process
+        await asyncio.sleep(0)
+        taking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await taking
+        assert reserve._forks is None
+        assert server.poll() is not None
+
+    asyncio.run(cancelled())
+    reserve.stop()
+    ring.close()

@@ -145,6 +145,9 @@ class Reserve:
             self._forks_pause.begin(error.message)
             self._drop_forks()
             raise
+        except BaseException:  # cancelled: the answer that was on its way would be the next one's
+            self._drop_forks()
+            raise
 
     def _drop_forks(self) -> None:
         if self._forks is not None:
