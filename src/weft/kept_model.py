@@ -49,6 +49,8 @@ class KeptModel:
         options: the server's, with the names of this model.
         given: what its request planes get.
         used: when it was last in use, on the monotonic clock.
+        has_old_batches: whether it has batches from before the start. Until it was awake once, it
+            is wanted for them; then it has a batch process.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class KeptModel:
         self._task: asyncio.Task[Any] | None = None  # that wakes the engine, or keeps it
         self.served: ServedModel | None = None
         self.used = time.monotonic()
+        self.has_old_batches = False
         self._seen: dict[tuple[int, int], float] = {}  # orders, and when they came
         self.row = ModelRow()
         self.show(bytes=ENGINE_BYTES + self._estimate(model, config))
@@ -166,12 +169,21 @@ class KeptModel:
         return self.used
 
     @property
+    def batches_wait(self) -> bool:
+        """Whether it has batches, though its lines need not be in the ring."""
+        return self.batches_live or self._old_batches_wait
+
+    @property
+    def _old_batches_wait(self) -> bool:
+        return self.has_old_batches and self.served is None
+
+    @property
     def wanted(self) -> bool:
         """Whether it is to be woken."""
         if self.row.state == "failed":
             due = time.monotonic_ns() >= self.row.retry_ns
-            return due and (self.open or self.batches_live)
-        return self.row.state == "asleep" and self.open
+            return due and (self.open or self.batches_wait)
+        return self.row.state == "asleep" and (self.open or self._old_batches_wait)
 
     # -- waking and sleeping ------------------------------------------------------------------
 

@@ -194,6 +194,7 @@ class ModelsKeeper:
     async def start(self) -> ServedModel:
         """Wake models in their order until one is awake. Raises the first error if none is."""
         failures: list[WeftError] = []
+        await self._remember_batches()
         while self._first:
             model = self._first.pop(0)
             if not self._admits(model):
@@ -227,7 +228,6 @@ class ModelsKeeper:
         loop = asyncio.get_running_loop()
         loop.add_reader(self._bell, self._on_bell)
         try:
-            await self._remember_batches()
             give_back_freed_memory()
             while True:
                 self._rung.clear()
@@ -243,13 +243,15 @@ class ModelsKeeper:
         self._rung.set()
 
     async def _remember_batches(self) -> None:
-        """Wake models, at first, that have batches from before the start."""
+        """Have models woken, and first, that have batches from before the start."""
         try:
             waiting = await asyncio.to_thread(waiting_models, self._folder)
         except Exception as error:
             logger.warning("The batches in '%s' cannot be read: %s.", self._folder, error)
             return
         has = [m for m in self._first if any(one.startswith(m.identity) for one in waiting)]
+        for model in has:
+            model.has_old_batches = True
         self._first = has + [model for model in self._first if model not in has]
 
     async def _look(self) -> None:
@@ -341,7 +343,7 @@ class ModelsKeeper:
         """Seconds until the next look without a bell; None for ever."""
         if any(m.row.blocked_ns or any(m.orders()) for m in self._models):
             return TICK_S
-        pauses = [BATCHES_S for m in self._models if m.batches_live and m.row.state != "awake"]
+        pauses = [BATCHES_S for m in self._models if m.batches_wait and m.row.state != "awake"]
         if self._idle_s:
             now = time.monotonic()
             awake = (m for m in self._models if m.row.state == "awake")

@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from openai.types import Batch
 
 import pooled
 from live import START_S, Server, command_of, eventually, refused, run, serving
@@ -182,19 +183,31 @@ def test_the_death_of_an_engine_concerns_its_model_alone(several):
     assert "The engine of 'a' ended" in several.errors.read_text()
 
 
-def test_a_batch_is_answered_by_the_model_of_its_lines(several):
+def begin_batch(server: Server, model: str) -> str:
+    """Begin a batch of one line; its id."""
     line = {
         "custom_id": "one", "method": "POST", "url": "/v1/completions",
-        "body": {"model": "tiny", "prompt": [5, 6, 7, 8], "max_tokens": 8, "temperature": 0,
+        "body": {"model": model, "prompt": [5, 6, 7, 8], "max_tokens": 8, "temperature": 0,
                  "ignore_eos": True, "return_token_ids": True},
     }  # fmt: skip
-    client = several.client()
+    client = server.client()
     file = client.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
     batch = client.batches.create(
         input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
     )
-    eventually(lambda: client.batches.retrieve(batch.id).status == "completed", START_S)
-    done = client.batches.retrieve(batch.id)
+    return batch.id
+
+
+def completed(server: Server, batch: str) -> Batch:
+    """The batch, once it is complete."""
+    batches = server.client().batches
+    eventually(lambda: batches.retrieve(batch).status == "completed", START_S)
+    return batches.retrieve(batch)
+
+
+def test_a_batch_is_answered_by_the_model_of_its_lines(several):
+    done = completed(several, begin_batch(several, "tiny"))
+    client = several.client()
     assert done.output_file_id is not None
     (answer,) = client.files.content(done.output_file_id).text.splitlines()
     body = json.loads(answer)["response"]["body"]
@@ -293,6 +306,18 @@ def test_a_server_ends_while_a_model_wakes(tmp_path):
         server.process.send_signal(signal.SIGTERM)
         assert stream.outcome() == (before, "")
         assert server.process.wait(START_S) == 0
+
+
+def test_batches_of_before_wake_models_that_do_not_fit_together(tmp_path):
+    data = ["--data-dir", str(tmp_path / "data")]
+    with serving(tmp_path, *NAMES, *data) as server:
+        eventually(lambda: set(states(server).values()) == {"awake"}, START_S)
+        for engine in engines(server):
+            engine.suspend()
+        begun = [begin_batch(server, name) for name in ("b", "a")]
+        server.process.kill()
+    with serving(tmp_path, *NAMES, *data, "--models-memory", "200MiB") as server:
+        assert [completed(server, batch).id for batch in begun] == begun
 
 
 @pytest.mark.parametrize(

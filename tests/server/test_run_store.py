@@ -6,6 +6,7 @@ import asyncio
 import random
 import sqlite3
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,11 @@ LIMIT = 2**20
 class Plane:
     """What one request plane has of the store; its coroutines are run to their end."""
 
-    def __init__(self, path: Path, served: str = "model") -> None:
+    def __init__(self, path: Path, served: str = "model 1", others: Seq[str] = ()) -> None:
         self._dead = False
         self.life = open_life(str(path))
         self.store = ResponseStore(str(path), LIMIT, 3600.0)
-        self.runs = RunStore(self.store, self.life, served, 100, LIMIT)
+        self.runs = RunStore(self.store, self.life, served, 100, LIMIT, others)
 
     def __getattr__(self, name: str) -> Any:
         return lambda *given, **more: asyncio.run(getattr(self.runs, name)(*given, **more))
@@ -153,6 +154,9 @@ def test_the_runs_of_another_model_are_left_until_nobody_comes(planes, tmp_path,
     stranger = Plane(tmp_path / "r.db", "another")
     assert stranger.look(()).adopted == []
     monkeypatch.setattr(run_store, "ABANDONED_S", -1.0)
+    neighbour = Plane(tmp_path / "r.db", "another", ["model"])
+    assert neighbour.look(()).adopted == []  # this server has that model, which may be asleep
+    neighbour.die()
     [run] = stranger.look(()).adopted
     assert not run.served_here
     stranger.die()

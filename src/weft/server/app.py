@@ -158,16 +158,25 @@ class Common:
 class ModelParts:
     """The service of one model, what it keeps, and its routes.
 
+    Args:
+        others: names of the other models of the server.
+
     Raises:
         ConfigError: the usage of keys cannot be read.
     """
 
-    def __init__(self, service: Service, common: Common, targets: TargetBoard | None) -> None:
+    def __init__(
+        self,
+        service: Service,
+        common: Common,
+        targets: TargetBoard | None,
+        others: Iterable[str] = (),
+    ) -> None:
         options = common.options
         self.service = service
         self._usage = UsageStore(options.usage_db, options.usage_keep_days)
         self._life = open_life(options.responses_db)
-        self._background = _background(service, common.store, self._life)
+        self._background = _background(service, common.store, self._life, others)
         self._watching: asyncio.Task[None] | None = None
         self.routes = [
             *_routes(_PlainHandlers(service)),
@@ -225,7 +234,9 @@ def make_app(
     return app
 
 
-def _background(service: Service, store: ResponseStore, life: Life) -> Background:
+def _background(
+    service: Service, store: ResponseStore, life: Life, others: Iterable[str]
+) -> Background:
     options = service.options
     runs = RunStore(
         store,
@@ -233,6 +244,7 @@ def _background(service: Service, store: ResponseStore, life: Life) -> Backgroun
         served=service.builder.card.identity,
         most=options.max_background_responses,
         max_bytes=options.max_responses_bytes,
+        others=tuple(others),
     )
     return Background(service, store, runs)
 

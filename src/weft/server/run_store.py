@@ -123,6 +123,7 @@ class RunStore:
         served: what the model is; only processes that serve the same go on with each other's runs.
         most: runs at once.
         max_bytes: of all responses together.
+        others: names of other models of this server, whose runs wait for them.
     """
 
     def __init__(
@@ -132,12 +133,14 @@ class RunStore:
         served: str,
         most: int,
         max_bytes: int,
+        others: Collection[str] = (),
     ) -> None:
         self._store = store
         self._life = life
         self._served = served
         self._most = most
         self._max_bytes = max_bytes // MAX_SHARE
+        self._others = tuple(f"{name} " for name in others)  # how what they serve begins
 
     async def begin(
         self, stored: Stored, run: Run, chunk: Chunk, most_of_key: int | None = None
@@ -237,12 +240,12 @@ class RunStore:
         return await self._store.run(lambda base: self._look(base, active, adopting))
 
     def _look(self, base: sqlite3.Connection, active: Collection[str], adopting: bool) -> Look:
-        found = base.execute("SELECT id, keeper, cancelled FROM runs").fetchall()
-        own = {run_id: bool(cancelled) for run_id, keeper, cancelled in found if self._has(keeper)}
+        found = base.execute("SELECT id, keeper, cancelled, served FROM runs").fetchall()
+        own = {run_id: bool(ended) for run_id, keeper, ended, _ in found if self._has(keeper)}
         adopted = [
             run
-            for run_id, keeper, _ in found
-            if adopting
+            for run_id, keeper, _, served in found
+            if adopting and (served == self._served or not served.startswith(self._others))
             if run_id not in active and (self._has(keeper) or not self._life.alive(keeper))
             if (run := self._adopt(base, run_id, keeper)) is not None
         ]

@@ -58,6 +58,7 @@ def serve_several(
             _maker(
                 common, given, clients[number], boards[number], targets[number],
                 _starts(board, number),
+                [other["names"][0] for other in settings["models"] if other is not given],
             ),
         )
         for number, given in enumerate(settings["models"])
@@ -91,6 +92,7 @@ def _maker(
     board: Board,
     targets: TargetBoard,
     starts: Callable[[], int],
+    others: Seq[str],
 ) -> Callable[[str], ModelParts]:
     """Return what makes the service of a model, once its engine has said what it is."""
 
@@ -108,7 +110,7 @@ def _maker(
             common.accounts,
         )
         service.metrics.share(board)
-        return ModelParts(service, common, targets)
+        return ModelParts(service, common, targets, others)
 
     return make
 
