@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
 
 from starlette.routing import Router
-from starlette.types import Receive
+from starlette.types import Message, Receive
 
 from weft.api import ModelCard, model_object
 from weft.api.card import WeightFacts
@@ -32,6 +33,8 @@ from weft.server.service import DisconnectedError, Service, time_left_s
 LOOK_S = 0.02  # while a request waits for a model that was never awake
 PATIENCE_S = 5.0  # with models that are in use, whose memory is needed
 MOST_WAITING = 256  # requests for a model that was never awake; with their bodies
+HELD_BYTES = 2**20  # of a body that nobody reads while its request waits; the rest is not received
+MESSAGE_BYTES = 512  # of a piece of it, beside its bytes
 
 logger = logging.getLogger("weft.server")
 
@@ -139,7 +142,7 @@ class PlaneModel:
         return None
 
     async def ready(
-        self, options: ServerOptions, stopped: Callable[[], WeftError | None], receive: Receive
+        self, options: ServerOptions, stopped: Callable[[], WeftError | None], held: Held
     ) -> Router:
         """Wait until the model was awake once; return what answers requests for it.
 
@@ -157,7 +160,7 @@ class PlaneModel:
             raise QueueFullError(message, 5)
         self._waiting += 1
         try:
-            await self._wait(time_left_s(options), options, stopped, receive)
+            await self._wait(time_left_s(options), options, stopped, held)
             return await self.open()
         finally:
             self._waiting -= 1
@@ -167,10 +170,10 @@ class PlaneModel:
         left_s: float | None,
         options: ServerOptions,
         stopped: Callable[[], WeftError | None],
-        receive: Receive,
+        held: Held,
     ) -> None:
         until = time.monotonic() + (options.max_request_timeout_s if left_s is None else left_s)
-        gone = asyncio.create_task(_disconnected(receive))
+        gone = asyncio.create_task(held.disconnected())
         try:
             while not self.row.card:
                 if (problem := self.problem() or stopped()) is not None:
@@ -213,9 +216,35 @@ class PlaneModel:
         raise kind_of(answer.message)
 
 
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+class Held:
+    """What a client sends while its request waits, to be received by whoever answers it."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._messages: deque[Message] = deque()
+        self._num_bytes = 0
+
+    async def disconnected(self) -> None:
+        """Return once the client has gone; behind a long body that is not noticed."""
+        while self._num_bytes < HELD_BYTES:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                return
+            self._num_bytes += _size(message)
+            self._messages.append(message)
+        await asyncio.Event().wait()
+
+    async def receive(self) -> Message:
+        """The next message, as ASGI has it."""
+        if not self._messages:
+            return await self._receive()
+        message = self._messages.popleft()
+        self._num_bytes -= _size(message)
+        return message
+
+
+def _size(message: Message) -> int:
+    return MESSAGE_BYTES + len(message.get("body", b""))
 
 
 class Models:

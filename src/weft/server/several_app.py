@@ -37,7 +37,7 @@ from weft.server.body import read_body
 from weft.server.errors import json_response
 from weft.server.exchange import current_owner, inner_path
 from weft.server.metrics import CONTENT_TYPE
-from weft.server.models import Models, PlaneModel
+from weft.server.models import Held, Models, PlaneModel
 from weft.server.service import DisconnectedError
 from weft.server.targets import PATH as TARGETS
 
@@ -124,7 +124,8 @@ class _Handlers:
         """Let the model answer that a request names, or else the first one."""
         if scope["type"] != "http":
             return
-        path, method, rest = inner_path(scope), scope["method"], receive
+        path, method, held = inner_path(scope), scope["method"], Held(receive)
+        receive = held.receive
         wakes = (method, path) in WAKING
         if method == "POST" and path in (*NAMING, BATCHES):
             body = await read_body(Request(scope, receive), self._options)
@@ -139,7 +140,7 @@ class _Handlers:
             return
         with model.entered():
             try:
-                router = await model.ready(self._options, lambda: self._models.stopped, rest)
+                router = await model.ready(self._options, lambda: self._models.stopped, held)
             except DisconnectedError:
                 return
             await router(scope, receive, send)
