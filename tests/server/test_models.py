@@ -3,10 +3,46 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 from starlette.types import Message
 
-from weft.server.models import HELD_BYTES, Held
+from weft.core.errors import ConfigError, ModelFailedError
+from weft.ring.model_board import ModelBoard, ModelRow, create_model_board
+from weft.server.models import HELD_BYTES, Held, Models, PlaneModel
+from weft.server.options import ServerOptions
+
+
+class Making:
+    """Makes the parts of a model, as soon as nothing keeps it from that.
+
+    Attributes:
+        tried: how often it was asked to.
+    """
+
+    def __init__(self, error: str = "") -> None:
+        self.error = error
+        self.tried = 0
+
+    def __call__(self, _: str) -> Any:
+        """The parts of a model that has nothing to do."""
+        self.tried += 1
+        if self.error:
+            raise ConfigError(self.error)
+        service = SimpleNamespace(look=lambda: None, num_open=0, state="ready")
+        return SimpleNamespace(service=service, routes=[], start=lambda: None)
+
+
+def plane(*makings: Making) -> tuple[Models, ModelBoard]:
+    """Models "a", "b" and so on, all asleep, and the board that shows them."""
+    board = ModelBoard(create_model_board(len(makings), 1))
+    models = [
+        PlaneModel(number, (name,), board, 0, making)
+        for number, (name, making) in enumerate(zip("abc", makings, strict=False))
+    ]
+    return Models(models, board, ServerOptions(), lambda: None), board
 
 
 def piece(body: bytes, *, more: bool) -> Message:
@@ -32,3 +68,30 @@ def test_what_comes_while_a_request_waits_is_received_later():
         await asyncio.wait_for(watching, 1)
 
     asyncio.run(exchange())
+
+
+def test_a_model_that_cannot_be_served_leaves_the_others_alone():
+    async def life() -> None:
+        broken, whole = Making("There is no tokenizer.json."), Making()
+        models, board = plane(broken, whole)
+        board.write(0, ModelRow("awake", card="{}", starts=1))
+        await models.start()
+        assert (models.state, models.find("a").state) == ("ready", "failed")
+        with pytest.raises(ModelFailedError, match=r"'a' .* no tokenizer.json"):
+            models.known()
+        board.write(1, ModelRow("awake", card="{}", starts=1))
+        for _ in range(3):
+            models.look()
+            await asyncio.gather(*models._opening)
+        assert (broken.tried, whole.tried) == (1, 1)
+        assert models.known() is models.find("b")
+        assert "tokenizer.json" in models.describe()[0]["error"]
+        assert isinstance(models.find("a").problem(), ModelFailedError)
+        broken.error = ""
+        board.write(0, ModelRow("awake", card="{}", starts=2))
+        models.look()
+        await asyncio.gather(*models._opening)
+        assert models.find("a").state == "awake"
+        assert models.find("a").problem() is None
+
+    asyncio.run(life())

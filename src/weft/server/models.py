@@ -20,6 +20,7 @@ from weft.api.errors import DeadlineExceededError
 from weft.api.sampling import LATEST, check_model
 from weft.core.errors import (
     EngineDeadError,
+    ModelAsleepError,
     ModelFailedError,
     ModelsBusyError,
     WeftError,
@@ -60,6 +61,7 @@ class PlaneModel:
         self.names = names
         self.parts: ModelParts | None = None
         self._router: Router | None = None
+        self._refusal: tuple[tuple[int, str], WeftError] | None = None  # of a card
         self._board, self._plane = board, plane
         self._make = make
         self._making = asyncio.Lock()
@@ -71,6 +73,23 @@ class PlaneModel:
     @property
     def row(self) -> ModelRow:
         return self._board.row(self.number)
+
+    @property
+    def state(self) -> str:
+        """Its state, "failed" also where only this process cannot serve it."""
+        return self.row.state if self.refused is None else "failed"
+
+    @property
+    def refused(self) -> WeftError | None:
+        """Why this process cannot serve it, until an engine is started for it again."""
+        if self._refusal is None:
+            return None
+        of, error = self._refusal
+        return error if of == self._of(self.row) else None
+
+    @staticmethod
+    def _of(row: ModelRow) -> tuple[int, str]:
+        return row.starts, row.card
 
     @property
     def service(self) -> Service | None:
@@ -91,10 +110,12 @@ class PlaneModel:
     def describe(self) -> dict[str, Any]:
         """Its state for ``/v1/models`` and ``/server_info``."""
         row = self.row
-        shown: dict[str, Any] = {"state": row.state, "memory_bytes": row.bytes}
+        shown: dict[str, Any] = {"state": self.state, "memory_bytes": row.bytes}
         if row.starts and row.wake_s:
             shown["wake_s"] = round(row.wake_s, 3)
-        if row.state == "failed":
+        if (refused := self.refused) is not None:
+            shown["error"] = refused.message
+        elif row.state == "failed":
             shown["error"] = row.error
         return shown
 
@@ -131,6 +152,8 @@ class PlaneModel:
 
     def problem(self) -> WeftError | None:
         """Why no request for it can be answered at present."""
+        if (refused := self.refused) is not None:
+            return refused
         row, now_ns = self.row, time.monotonic_ns()
         if row.state == "failed" and now_ns < row.retry_ns:
             return ModelFailedError(f"The model '{self.names[0]}' cannot be loaded: {row.error}")
@@ -187,10 +210,26 @@ class PlaneModel:
             gone.cancel()
 
     async def open(self) -> Router:
-        """Make its service, unless that is done. Its card must be there."""
+        """Make its service, unless that is done. Its card must be there.
+
+        Raises:
+            ModelFailedError: it cannot be made of this card.
+        """
         async with self._making:
             if self._router is None:
-                parts = await asyncio.to_thread(self._make, self.row.card)
+                if (refused := self.refused) is not None:
+                    raise refused
+                row = self.row
+                try:
+                    parts = await asyncio.to_thread(self._make, row.card)
+                except WeftError as error:
+                    name = self.names[0]
+                    logger.error("The model %s cannot be served: %s", name, error.message)
+                    failed = ModelFailedError(
+                        f"The model '{name}' cannot be served: {error.message}"
+                    )
+                    self._refusal = self._of(row), failed
+                    raise failed from error
                 parts.start()
                 self.parts, self._router = parts, Router(parts.routes, redirect_slashes=False)
         return self._router
@@ -288,8 +327,18 @@ class Models:
         raise AssertionError("the name was checked")
 
     def known(self) -> PlaneModel:
-        """The first model that was awake once, which answers what concerns none of them."""
-        return next(model for model in self.models if model.parts is not None)
+        """The first model that was awake once, which answers what concerns none of them.
+
+        Raises:
+            ModelAsleepError: there is none yet, or none that can be served.
+        """
+        for model in self.models:
+            if model.parts is not None:
+                return model
+        for model in self.models:
+            if (refused := model.refused) is not None:
+                raise refused
+        raise ModelAsleepError("None of the models was loaded yet; try again in a moment.")
 
     # -- the server ---------------------------------------------------------------------------
 
@@ -320,7 +369,7 @@ class Models:
             row, is_open = model.row, model.show_open()
             if is_open and row.state != "awake":
                 self._board.ring()
-            if row.card and model.parts is None:
+            if row.card and model.parts is None and model.refused is None:
                 task = asyncio.create_task(self._open(model))
                 self._opening.add(task)
                 task.add_done_callback(self._opening.discard)
@@ -330,10 +379,8 @@ class Models:
                     model.service.abort_all(problem)
 
     async def _open(self, model: PlaneModel) -> None:
-        try:
+        with contextlib.suppress(ModelFailedError):  # which is told, and shown from now on
             await model.open()
-        except WeftError as error:
-            logger.error("The model %s cannot be served: %s", model.names[0], error.message)
 
     def abort_all(self, error: WeftError) -> None:
         """End everything with an error."""
@@ -345,7 +392,7 @@ class Models:
         """Make the services of models that were awake before this process began."""
         for model in self.models:
             if model.row.card:
-                await model.open()
+                await self._open(model)
 
     async def close(self) -> None:
         for model in self.models:
@@ -361,7 +408,7 @@ class Models:
             return "draining"
         states = []
         for model in self.models:
-            state = model.row.state
+            state = model.state
             if state == "awake" and model.service is not None:
                 states.append(model.service.state)
             elif state != "failed":

@@ -157,9 +157,8 @@ class _Handlers:
         name = said.model or said.name
         if not isinstance(name, str):
             return self._models.known() if name else self._models.find(None)
-        known = self._models.known().service
-        assert known is not None
-        with known.metrics.counting_refusals():
+        services = self._models.services
+        with services[0].metrics.counting_refusals() if services else contextlib.nullcontext():
             return self._models.find(name)
 
     async def _model_of_batch(self, body: bytes) -> PlaneModel:
@@ -211,7 +210,7 @@ class _Handlers:
 
     async def ready(self, _: Request) -> Response:
         state = self._models.state
-        states = {model.names[0]: model.row.state for model in self._models.models}
+        states = {model.names[0]: model.state for model in self._models.models}
         return json_response({"status": state, "models": states}, 200 if state == "ready" else 503)
 
     async def metrics(self, _: Request) -> Response:
