@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from live import free_port
 from local_hub import OTHER, TOKEN, Hub, serving_hub
 from weft.core.errors import ModelNotFoundError
 from weft.models.hub import choose_gguf, resolve_model
+from weft.models.named import NamedModel
 
 FILES = {
     "config.json": b'{"model_type": "llama"}',
@@ -194,3 +196,13 @@ def test_without_the_usual_type_the_first_file_counts() -> None:
     assert choose_gguf(["b-Q8_0.gguf", "a-F16.gguf"], None) == ["a-F16.gguf"]
     assert choose_gguf(["a-IQ4_XS.gguf"], "XS") is None
     assert choose_gguf([], None) is None
+
+
+def test_a_cached_model_of_the_hub_has_the_size_of_its_files(hub, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    folder = resolve_model("owner/open", endpoint=hub.url)
+    assert folder.is_relative_to(tmp_path)
+    assert NamedModel("open", "owner/open").nbytes == len(FILES["model.safetensors"])
+    assert NamedModel("gguf", "owner/gguf:Q8_0").nbytes == 0
+    resolve_model("owner/gguf:Q8_0", endpoint=hub.url)
+    assert NamedModel("gguf", "owner/gguf:Q8_0").nbytes == len(GGUF["m-Q8_0.gguf"])

@@ -31,10 +31,10 @@ class NamedModel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the files of its weights; 0 if they are not on this machine."""
-        path = local_source(self.source)
+        """Bytes of the files of its weights, of a hub model in the cache; 0 if it has none."""
         try:
-            return 0 if path is None else sum(file.stat().st_size for file in weight_files(path))
+            path = local_source(self.source) or resolve_model(self.source, offline=True)
+            return sum(file.stat().st_size for file in weight_files(path))
         except (OSError, WeftError):
             return 0
 
