@@ -11,6 +11,8 @@ from starlette.types import Message
 
 from weft.core.errors import ConfigError, ModelFailedError
 from weft.ring.model_board import ModelBoard, ModelRow, create_model_board
+from weft.server.counts import Board, Counts, create_board
+from weft.server.keeper import FrontendKeeper, Links
 from weft.server.models import HELD_BYTES, Held, Models, PlaneModel
 from weft.server.options import ServerOptions
 
@@ -95,3 +97,12 @@ def test_a_model_that_cannot_be_served_leaves_the_others_alone():
         assert models.find("a").problem() is None
 
     asyncio.run(life())
+
+
+def test_a_request_plane_serves_once_it_serves_any_model():
+    memories = [create_board(1), create_board(1)]
+    links = [Links(None, memory, None) for memory in memories]
+    keeper = FrontendKeeper(0, {}, links, None, 0, None, 10.0)
+    assert not keeper.serves()
+    Board(memories[1], 0).write(Counts())
+    assert keeper.serves()

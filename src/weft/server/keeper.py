@@ -86,7 +86,8 @@ class FrontendKeeper(KeptProcess):
         self._card = card
         self._watchdog_s = watchdog_s
         self._tick_s = beat_s(watchdog_s)
-        self._signs = Board(links[0].counts, number)
+        self._boards = [Board(one.counts, number) for one in links]
+        self._signs = self._boards[0]
         self._kills = MemoryKills()
         self._fed_s = math.inf  # when the current one got the card, on the monotonic clock
 
@@ -117,8 +118,8 @@ class FrontendKeeper(KeptProcess):
             await self._ends_within(delay_s)
 
     def serves(self) -> bool:
-        """Whether a request plane has answered, this one or one before it."""
-        return self._signs.has_counts()
+        """Whether a request plane has answered for a model, this one or one before it."""
+        return any(board.has_counts() for board in self._boards)
 
     async def _live(self, announce: bool) -> int:
         """One request plane from its start to its end; its exit code."""
