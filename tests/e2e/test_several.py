@@ -115,6 +115,9 @@ def several(tiny, tmp_path_factory) -> Iterator[Server]:
 
 
 def test_routes_are_described_and_the_loom_is_that_of_a_model(several):
+    said = several.errors.read_text()
+    assert "classes: priority" in said
+    assert "live view: http" in said
     paths = httpx.get(f"{several.url}/openapi.json").raise_for_status().json()["paths"]
     assert {"/v1/models/load", "/v1/models/unload", "/v1/chat/completions", "/ready"} <= set(paths)
     for name in ("a", "b"):

@@ -152,12 +152,12 @@ def _serve(
             by = f" by {planes} request planes" if planes > 1 else ""
             isa = f", instruction set {served.isa}" if served.isa else ""
             if isinstance(ring, RingAccess):
-                _tell_page(options, address)
+                tell_page(options, address)
                 notice(f"serving {served.name} on {address}{by}, with the engine at {ring.address}")
                 return
             for line in _about(served):
                 notice(line)
-            _tell_page(options, address)
+            tell_page(options, address)
             notice(f"serving {served.name} on {address}{by}{isa}")
 
     try:
@@ -180,7 +180,7 @@ def _serve(
         raise client.model_change
 
 
-def _tell_page(options: ServerOptions, address: str) -> None:
+def tell_page(options: ServerOptions, address: str) -> None:
     """Say where the page for browsers is; none can reach a Unix socket."""
     if options.ui and options.uds is None:
         notice(f"the page with chat and live view: {address}{options.root_path}/")

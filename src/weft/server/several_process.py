@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.api import ModelCard
+from weft.core.class_table import describe_classes
 from weft.core.logs import notice
 from weft.core.process import beat_s, give_back_freed_memory
 from weft.core.served import ServedModel
@@ -25,7 +26,7 @@ from weft.server.counts import Board
 from weft.server.main import DrainingServer
 from weft.server.models import Models, PlaneModel
 from weft.server.options import ServerOptions
-from weft.server.process import SETTLED_S, RingProbe, meet_ring
+from weft.server.process import SETTLED_S, RingProbe, meet_ring, tell_page
 from weft.server.quota_board import QuotaBoard
 from weft.server.service import Service
 from weft.server.several_app import create_models_app
@@ -71,6 +72,8 @@ def serve_several(
             client.attach(loop)
         loop.call_later(SETTLED_S, give_back_freed_memory)
         if arguments.announce:
+            notice(f"classes: {describe_classes(served.classes)}")
+            tell_page(options, address)
             _announce(address, found, options)
 
     server = DrainingServer(create_models_app(models, common), options, on_listening)
