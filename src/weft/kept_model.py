@@ -26,7 +26,7 @@ from weft.engine.kv_file import create_kv_file
 from weft.engine.links import EngineLinks
 from weft.models.named import NamedModel
 from weft.ring._native import Page
-from weft.ring.model_board import ModelBoard, ModelRow, OrderAnswer
+from weft.ring.model_board import MOST_SLEEPS, ModelBoard, ModelRow, OrderAnswer
 from weft.ring.segment import RingFds, ring_of
 from weft.ring.target_board import create_target_board
 from weft.server.batch_keeper import BatchKeeper
@@ -220,7 +220,10 @@ class KeptModel:
         assert served is not None
         self.used = time.monotonic()
         size = ENGINE_BYTES + served.weight_bytes + served.kv_memory + served.host_kv_memory
-        self.show(state="awake", card=served.to_json(), bytes=size, wake_s=wake_s)
+        self.show(
+            state="awake", card=served.to_json(), bytes=size, wake_s=wake_s,
+            sleeps=tuple((began, ended or time.monotonic_ns()) for began, ended in self.row.sleeps),
+        )  # fmt: skip
         if not self.card.done():
             self.card.set_result(self.row.card)
         notice(
@@ -245,6 +248,7 @@ class KeptModel:
         if await self.busy():
             self.show(state="awake")
             return False
+        self.show(sleeps=(*self.row.sleeps[1 - MOST_SLEEPS :], (time.monotonic_ns(), 0)))
         await self.end()
         notice(f"model {self.name} sleeps: {why}")
         return True

@@ -254,6 +254,8 @@ def test_administrators_let_models_sleep_and_requests_wake_them(tmp_path, keys):
         assert states(server) == {"a": "awake", "b": "asleep"}
         assert tokens_of(ask(server, "b", 50)) == before
         assert states(server)["b"] == "awake"
+        looked = httpx.get(f"{server.url}/v1/loom?once=1&model=b", headers=ADMIN, timeout=START_S)
+        assert looked.json()["recoveries"] == []
         loaded = order(server, "load", "b")
         assert loaded.status_code == 200
         assert loaded.json()["wake_s"] > 0

@@ -38,6 +38,14 @@ def test_rows_and_cells_are_seen_by_others():
     assert [cell.open for cell in plane.cells(1)] == [3, 0]
 
 
+def test_a_row_knows_when_its_model_slept():
+    row = ModelRow(sleeps=((10, 20), (30, 0)))
+    assert row.slept(10, 20)
+    assert row.slept(35, 99)
+    assert not row.slept(5, 15)
+    assert not row.slept(22, 25)
+
+
 def test_a_row_that_is_being_written_leaves_the_one_before():
     fds = create_model_board(1, 1)
     supervisor, plane = ModelBoard(fds), ModelBoard(fds)

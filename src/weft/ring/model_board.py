@@ -25,6 +25,7 @@ from weft.ring.checked_texts import CheckedTexts
 ROW_BYTES = 256 * 1024  # pages that are never written take no room
 _CELL = struct.Struct("<QQQ")
 LOAD, UNLOAD = 1, 2  # orders
+MOST_SLEEPS = 16  # that a row has; a ring has as many recoveries
 
 State = Literal["asleep", "loading", "awake", "failed"]
 
@@ -55,6 +56,7 @@ class ModelRow(Struct, frozen=True):
         error: why it could not be loaded.
         retry_ns: when that is tried again if it is wanted, on the monotonic clock.
         answers: by request plane, to its last order.
+        sleeps: the latest, each from when to when, on the monotonic clock; 0 while it lasts.
     """
 
     state: State = "asleep"
@@ -66,6 +68,13 @@ class ModelRow(Struct, frozen=True):
     error: str = ""
     retry_ns: int = 0
     answers: dict[int, OrderAnswer] = {}
+    sleeps: tuple[tuple[int, int], ...] = ()
+
+    def slept(self, from_ns: int, to_ns: int) -> bool:
+        """Whether it was asleep all that time."""
+        return any(
+            began <= from_ns and (not ended or to_ns <= ended) for began, ended in self.sleeps
+        )
 
 
 class Cell(NamedTuple):

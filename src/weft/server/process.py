@@ -47,6 +47,7 @@ from weft.core.types import ServiceClass
 from weft.ring.client import RingClient
 from weft.ring.layout import EngineInfo, LoggedRecovery, LoggedStep
 from weft.ring.link import RingAccess, parse_ring
+from weft.ring.model_board import ModelRow
 from weft.ring.port import FIRST_DELAY_S, LONGEST_DELAY_S
 from weft.ring.progress import Progress
 from weft.ring.segment import RingFds
@@ -65,6 +66,7 @@ from weft.text.template import find_template, has_template
 SETTLED_S = 2.0  # after the start
 logger = logging.getLogger("weft")
 
+_ALWAYS_AWAKE = ModelRow("awake", starts=1)
 KEPT_WEIGHTS = {"mapped": "mapped from the cache", "packed": "packed"}
 
 
@@ -244,15 +246,18 @@ class RingProbe:
     """The state of the engine, from the info page of the ring.
 
     Args:
-        starts: how many engines were started that took over from none.
+        row: what the supervisor says of the model, where it may sleep.
     """
 
     def __init__(
-        self, client: RingClient, served: ServedModel, starts: Callable[[], int] = lambda: 1
+        self,
+        client: RingClient,
+        served: ServedModel,
+        row: Callable[[], ModelRow] = lambda: _ALWAYS_AWAKE,
     ) -> None:
         self._client = client
         self._served = served
-        self._starts = starts
+        self._row = row
         self._progress = Progress()
         self._classes: Sequence[ServiceClass] = served.classes
 
@@ -281,7 +286,7 @@ class RingProbe:
             "num_requests_running": info.running,
             "num_requests_waiting": info.waiting,
             "kv_cache_usage_perc": used,
-            "engine_restarts": max(0, self._client.engines - self._starts()),
+            "engine_restarts": max(0, self._client.engines - self._row().starts),
             "engine_memory_kills": self._client.memory_kills,
             "host_kv_blocks": info.host_blocks,
             "host_kv_blocks_free": info.free_host_blocks,
@@ -355,7 +360,10 @@ class RingProbe:
         return self._client.steps(since)
 
     def recoveries(self) -> Sequence[LoggedRecovery]:
-        return self._client.recoveries()
+        """See ``EngineProbe``; one that ended a sleep took over from none."""
+        row = self._row()
+        found = self._client.recoveries()
+        return [one for one in found if not row.slept(one.died_ns, one.back_ns)]
 
     def engines(self) -> int:
         return self._client.engines

@@ -19,7 +19,7 @@ from weft.core.process import beat_s, give_back_freed_memory
 from weft.core.served import ServedModel
 from weft.ring.client import RingClient
 from weft.ring.link import parse_ring
-from weft.ring.model_board import ModelBoard, ModelFds
+from weft.ring.model_board import ModelBoard, ModelFds, ModelRow
 from weft.ring.target_board import TargetBoard
 from weft.server.app import Common, ModelParts
 from weft.server.counts import Board
@@ -58,7 +58,7 @@ def serve_several(
             *(number, tuple(given["names"]), board, arguments.number),
             _maker(
                 common, given, clients[number], boards[number], targets[number],
-                _starts(board, number),
+                _row(board, number),
                 [other["names"][0] for other in settings["models"] if other is not given],
             ),
         )
@@ -84,8 +84,8 @@ def serve_several(
             client.leave()
 
 
-def _starts(board: ModelBoard, number: int) -> Callable[[], int]:
-    return lambda: board.row(number).starts
+def _row(board: ModelBoard, number: int) -> Callable[[], ModelRow]:
+    return lambda: board.row(number)
 
 
 def _maker(
@@ -94,7 +94,7 @@ def _maker(
     client: RingClient,
     board: Board,
     targets: TargetBoard,
-    starts: Callable[[], int],
+    row: Callable[[], ModelRow],
     others: Seq[str],
 ) -> Callable[[str], ModelParts]:
     """Return what makes the service of a model, once its engine has said what it is."""
@@ -109,7 +109,7 @@ def _maker(
             find_template(Path(served.folder), given["chat_template"]),
             ModelCard.of(served, names, given["base_seed"]),
             options,
-            RingProbe(client, served, starts),
+            RingProbe(client, served, row),
             common.accounts,
         )
         service.metrics.share(board)
