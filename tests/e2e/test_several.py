@@ -285,6 +285,13 @@ def test_the_least_recently_used_model_makes_room(tmp_path, tiny):
     with serving(tmp_path, *NAMES, str(tiny / "tiny"), *ROOM) as server:
         eventually(lambda: "loading" not in states(server).values(), START_S)
         assert states(server) == {"a": "awake", "b": "awake", "tiny": "asleep"}
+        for path, status, code in (
+            ("/v1/loom", 503, "model_asleep"), ("/v1/targets", 503, "model_asleep"),
+            ("/v1/nothing", 404, "not_found"),
+        ):  # fmt: skip
+            answer = httpx.get(f"{server.url}{path}?model=tiny", timeout=START_S)
+            assert code_of(answer) == (status, code)
+        assert states(server)["tiny"] == "asleep"
         tokens_of(ask(server, "a"))
         asleep = tokens_of(ask(server, "tiny"))
         assert states(server) == {"a": "awake", "b": "asleep", "tiny": "awake"}

@@ -197,7 +197,7 @@ class EngineOutOfMemoryError(EngineDeadError):
 
 
 class ModelAsleepError(WeftError):
-    """The model could not be woken, or it cannot sleep now."""
+    """The model could not be woken, or was not loaded yet and this request does not load it."""
 
     http_status = 503
     code = "model_asleep"

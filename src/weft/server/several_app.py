@@ -19,7 +19,7 @@ from weft.api import decode_body
 from weft.api.endpoints import ENDPOINTS
 from weft.api.ollama_models import list_models, running_models
 from weft.batch.store import BatchStore
-from weft.core.errors import WeftError
+from weft.core.errors import ModelAsleepError, WeftError
 from weft.ring.model_board import LOAD, UNLOAD
 from weft.server.app import (
     METRICS,
@@ -36,6 +36,8 @@ from weft.server.batches import BatchBody
 from weft.server.body import read_body
 from weft.server.errors import json_response
 from weft.server.exchange import current_owner, inner_path
+from weft.server.loom import PATH as LOOM
+from weft.server.message_batches import PATH as MESSAGE_BATCHES
 from weft.server.metrics import CONTENT_TYPE
 from weft.server.models import Held, Models, PlaneModel
 from weft.server.service import DisconnectedError
@@ -47,6 +49,10 @@ WAKING = frozenset({
     *(("POST", row.path) for row in ENDPOINTS.values()),
     *(("POST", "/v1/responses"), ("POST", "/api/pull"), ("PUT", TARGETS)),
 })  # fmt: skip
+# Requests for which a model is loaded that was never awake, though no body names it.
+LOADING = frozenset({*WAKING, ("POST", MESSAGE_BATCHES)})
+# Those that show what only a model that was awake once has.
+SHOWING = frozenset({("GET", LOOM), ("GET", TARGETS)})
 # Paths whose bodies name a model.
 NAMING = frozenset({
     *(path for method, path in WAKING if method == "POST"),
@@ -135,6 +141,10 @@ class _Handlers:
         else:
             named = Request(scope).query_params.get("model")
             model = self._models.find(named) if named else self._models.known()
+            if model.parts is None and (method, path) not in LOADING:
+                if (method, path) in SHOWING:
+                    raise model.refused or _not_loaded(model)
+                model = self._models.known()
         if not wakes and model.parts is not None:
             await (await model.open())(scope, receive, send)
             return
@@ -242,6 +252,13 @@ class _Handlers:
             model = self._models.known()
         assert model.service is not None
         return json_response({**server_info(model.service), "models": self._models.describe()})
+
+
+def _not_loaded(model: PlaneModel) -> ModelAsleepError:
+    return ModelAsleepError(
+        f"The model '{model.names[0]}' was not loaded yet; a request that an engine has to answer "
+        "loads it, or POST /v1/models/load."
+    )
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
