@@ -285,12 +285,18 @@ class ModelsKeeper:
         if not self._admits(model):
             await model.fail(_too_large(model, self._limit))
             return
-        while self._taken + model.row.bytes > self._limit:
-            if not await self._put_one_to_sleep(f"{model.name} needs its memory", spared=model):
-                if not model.row.blocked_ns:
-                    model.show(blocked_ns=time.monotonic_ns())
-                return
-        model.wake(self.look_again)
+        idle = [m for m in self._models if m.row.state == "awake" and not await m.busy()]
+        fits = self._lacks(model) <= sum(m.row.bytes for m in idle)  # else none sleeps in vain
+        while fits and self._lacks(model) > 0:
+            fits = await self._put_one_to_sleep(f"{model.name} needs its memory", spared=model)
+        if fits:
+            model.wake(self.look_again)
+        elif not model.row.blocked_ns:
+            model.show(blocked_ns=time.monotonic_ns())
+
+    def _lacks(self, model: KeptModel) -> int:
+        """Bytes that others would have to give up for it to be awake; 0 or less: none."""
+        return self._taken + model.row.bytes - self._limit
 
     async def _put_one_to_sleep(self, why: str, spared: KeptModel) -> bool:
         """Let the least recently used model sleep that is not busy; whether there was one."""
