@@ -9,8 +9,14 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from weft.core.errors import ConfigError, ModelFailedError
-from weft.ring.model_board import ModelBoard, ModelRow, create_model_board
+from weft.core.errors import ConfigError, EngineDeadError, ModelFailedError
+from weft.ring.model_board import (
+    LOAD,
+    ModelBoard,
+    ModelRow,
+    OrderAnswer,
+    create_model_board,
+)
 from weft.server.counts import Board, Counts, create_board
 from weft.server.keeper import FrontendKeeper, Links
 from weft.server.models import HELD_BYTES, Held, Models, PlaneModel
@@ -106,3 +112,14 @@ def test_a_request_plane_serves_once_it_serves_any_model():
     assert not keeper.serves()
     Board(memories[1], 0).write(Counts())
     assert keeper.serves()
+
+
+def test_an_order_that_nobody_carries_out_ends():
+    async def orders() -> None:
+        models, board = plane(Making())
+        with pytest.raises(EngineDeadError, match=r"after 0\.05 s"):
+            await models.find("a").order(LOAD, 0.05)
+        board.write(0, ModelRow(answers={0: OrderAnswer(2)}))
+        await models.find("a").order(LOAD, 60.0)
+
+    asyncio.run(orders())

@@ -25,7 +25,7 @@ from weft.core.errors import (
     ModelsBusyError,
     WeftError,
 )
-from weft.ring.model_board import ModelBoard, ModelRow
+from weft.ring.model_board import ModelBoard, ModelRow, OrderAnswer
 from weft.server.app import ModelParts
 from weft.server.options import ServerOptions
 from weft.server.queue import QueueFullError
@@ -234,25 +234,35 @@ class PlaneModel:
                 self.parts, self._router = parts, Router(parts.routes, redirect_slashes=False)
         return self._router
 
-    async def order(self, kind: int) -> None:
+    async def order(self, kind: int, patience_s: float) -> None:
         """Have the supervisor load or unload it.
 
         Raises:
             WeftError: it does not.
-            EngineDeadError: it does not answer.
+            EngineDeadError: it does not answer in time, though it may still do it.
         """
-        async with self._ordering:
-            number = self._board.order(self.number, self._plane, kind)
-            while True:
-                answer = self.row.answers.get(self._plane)
-                if answer is not None and answer.order >= number:
-                    break
-                await asyncio.sleep(LOOK_S)
+        try:
+            async with asyncio.timeout(patience_s):
+                answer = await self._ordered(kind)
+        except TimeoutError:
+            raise EngineDeadError(
+                f"The model '{self.names[0]}' is neither loaded nor unloaded after "
+                f"{patience_s:g} s; its state in /v1/models shows what becomes of it."
+            ) from None
         if not answer.code:
             return
         kinds = (ModelFailedError, ModelsBusyError)
         kind_of = {one.code: one for one in kinds}.get(answer.code, EngineDeadError)
         raise kind_of(answer.message)
+
+    async def _ordered(self, kind: int) -> OrderAnswer:
+        async with self._ordering:
+            number = self._board.order(self.number, self._plane, kind)
+            while True:
+                answer = self.row.answers.get(self._plane)
+                if answer is not None and answer.order >= number:
+                    return answer
+                await asyncio.sleep(LOOK_S)
 
 
 class Held:

@@ -195,7 +195,8 @@ class _Handlers:
         """Load or unload a model."""
         body = decode_body(OrderBody, await read_body(request, self._common.options))
         model = self._models.find(body.model)
-        await model.order(ORDERS[inner_path(request.scope)])
+        patience_s = self._common.options.max_request_timeout_s
+        await model.order(ORDERS[inner_path(request.scope)], patience_s)
         return json_response({"id": model.names[0], "object": "model", **model.describe()})
 
     async def list(self, _: Request) -> Response:
