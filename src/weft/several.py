@@ -216,7 +216,8 @@ class ModelsKeeper:
         raise failures[0]
 
     def _admits(self, model: KeptModel) -> bool:
-        return model.row.bytes <= self._limit
+        """Whether it may be awake, if need be alone: one that was is not refused for its size."""
+        return model.row.bytes <= self._limit or model.served is not None
 
     @property
     def _taken(self) -> int:
@@ -290,13 +291,19 @@ class ModelsKeeper:
         while fits and self._lacks(model) > 0:
             fits = await self._put_one_to_sleep(f"{model.name} needs its memory", spared=model)
         if fits:
+            if model.row.bytes > self._limit:
+                logger.warning(
+                    "The model %s takes %s, more than --models-memory; it is awake alone.",
+                    model.name,
+                    format_bytes(model.row.bytes),
+                )
             model.wake(self.look_again)
         elif not model.row.blocked_ns:
             model.show(blocked_ns=time.monotonic_ns())
 
     def _lacks(self, model: KeptModel) -> int:
         """Bytes that others would have to give up for it to be awake; 0 or less: none."""
-        return self._taken + model.row.bytes - self._limit
+        return self._taken + min(model.row.bytes, self._limit) - self._limit
 
     async def _put_one_to_sleep(self, why: str, spared: KeptModel) -> bool:
         """Let the least recently used model sleep that is not busy; whether there was one."""

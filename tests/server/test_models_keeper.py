@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
 
+from weft.core.served import ServedModel
 from weft.kept_model import KeptModel
 from weft.ring.model_board import ModelBoard, ModelFds, ModelRow, create_model_board
 from weft.server.options import ServerOptions
 from weft.several import ModelsKeeper
+
+SERVED = cast("ServedModel", SimpleNamespace())
 
 
 class StandIn(KeptModel):
@@ -24,7 +29,7 @@ class StandIn(KeptModel):
         self._board, self._number = ModelBoard(fds), number
         self.row = ModelRow(bytes=size)
         self.used = float(number)
-        self.served = None
+        self.served: ServedModel | None = None
         self.works = False
         self.slept = 0
 
@@ -61,3 +66,19 @@ def test_no_model_sleeps_in_vain():
     busy.works = False
     asyncio.run(keeper._wake(wanted))
     assert (busy.slept, idle.slept, wanted.row.state) == (1, 0, "awake")
+
+
+def test_a_model_that_turned_out_larger_than_the_limit_is_awake_alone(caplog):
+    keeper, (large, small) = keeping(10, 5, 4)
+    for model in (large, small):
+        model.wake(keeper.look_again)
+    large.served, large.row = SERVED, ModelRow("awake", bytes=12)
+    asyncio.run(keeper._keep_within_limit())
+    assert [model.row.state for model in (large, small)] == ["asleep", "awake"]
+    asyncio.run(keeper._wake(large))
+    assert [model.row.state for model in (large, small)] == ["awake", "asleep"]
+    assert "a takes 12 B, more than --models-memory" in caplog.text
+    asyncio.run(keeper._keep_within_limit())
+    assert large.row.state == "awake"
+    asyncio.run(keeper._wake(small))
+    assert [model.row.state for model in (large, small)] == ["asleep", "awake"]
