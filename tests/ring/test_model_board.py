@@ -34,7 +34,9 @@ def test_rows_and_cells_are_seen_by_others():
     assert plane.order(1, 1, LOAD) == 1
     assert divmod(supervisor.cell(1, 1).order, 4) == (1, LOAD)
     assert os.eventfd_read(fds.bell) == 1
+    before = supervisor.cell(1, 1)
     supervisor.forget(1)
+    assert supervisor.cell(1, 1) == before._replace(open=0)
     assert [cell.open for cell in plane.cells(1)] == [3, 0]
 
 

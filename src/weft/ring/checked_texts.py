@@ -43,7 +43,8 @@ class CheckedTexts:
         """Write a text that fits, under a number from 1."""
         at = self._start + place * self._place_bytes
         self._map[at + HEAD_BYTES : at + HEAD_BYTES + len(text)] = text
-        _HEAD.pack_into(self._map, at, number, len(text), zlib.crc32(text))
+        head = _HEAD.pack(number, len(text), zlib.crc32(text))
+        self._map[at : at + HEAD_BYTES] = head  # pack_into would show zeros first
 
     def read(self, place: int) -> bytes | None:
         """The text; None if there is none, or it is being written."""

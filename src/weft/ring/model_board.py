@@ -23,7 +23,7 @@ from weft.core.errors import InvariantError
 from weft.ring.checked_texts import CheckedTexts
 
 ROW_BYTES = 256 * 1024  # pages that are never written take no room
-_CELL = struct.Struct("<QQQ")
+_WORD, _CELL = struct.Struct("<Q"), struct.Struct("<QQQ")
 LOAD, UNLOAD = 1, 2  # orders
 MOST_SLEEPS = 16  # that a row has; a ring has as many recoveries
 
@@ -163,23 +163,26 @@ class ModelBoard:
         """Show how many requests are open; for the request plane."""
         cell = self.cell(model, plane)
         if cell.open != count or count:
-            cell = Cell(count, time.monotonic_ns(), cell.order)
-            _CELL.pack_into(self._map, self._at(model, plane), *cell)
+            self._put(model, plane, open=count, used_ns=time.monotonic_ns())
 
     def order(self, model: int, plane: int, kind: int) -> int:
         """Give an order, for the request plane; returns its number."""
         cell = self.cell(model, plane)
         number = cell.order // 4 + 1
-        cell = cell._replace(order=4 * number + kind)
-        _CELL.pack_into(self._map, self._at(model, plane), *cell)
+        self._put(model, plane, order=4 * number + kind)
         self.ring()
         return number
 
     def forget(self, plane: int) -> None:
         """The plane has died, and its requests with it; for the supervisor."""
         for model in range(self._fds.models):
-            cell = self.cell(model, plane)
-            _CELL.pack_into(self._map, self._at(model, plane), *cell._replace(open=0))
+            self._put(model, plane, open=0)
+
+    def _put(self, model: int, plane: int, **words: int) -> None:
+        """Write words of a cell, each at once, so that nobody reads one that is half written."""
+        for name, value in words.items():
+            at = self._at(model, plane) + Cell._fields.index(name) * _WORD.size
+            self._map[at : at + _WORD.size] = _WORD.pack(value)
 
     # -- the bell -----------------------------------------------------------------------------
 
