@@ -262,10 +262,13 @@ class KeptModel:
             self._task = None
         await asyncio.to_thread(self._engines.rest)
 
-    def stop(self) -> None:
-        """End all engines, at the end of the server."""
+    def cancel(self) -> None:
+        """Neither wake the engine nor keep it any more, at the end of the server."""
         if self._task is not None:
             self._task.cancel()
+
+    def stop(self) -> None:
+        """End all engines, at the end of the server; another thread may do that."""
         self._engines.stop()
 
     # -- orders of administrators -------------------------------------------------------------

@@ -193,6 +193,13 @@ class ModelsKeeper:
 
     async def start(self) -> ServedModel:
         """Wake models in their order until one is awake. Raises the first error if none is."""
+        try:
+            return await self._start()
+        except BaseException:
+            self._cancel()
+            raise
+
+    async def _start(self) -> ServedModel:
         failures: list[WeftError] = []
         await self._remember_batches()
         while self._first:
@@ -237,6 +244,11 @@ class ModelsKeeper:
                     await asyncio.wait_for(self._rung.wait(), self._pause_s())
         finally:
             loop.remove_reader(self._bell)
+            self._cancel()
+
+    def _cancel(self) -> None:
+        for model in self._models:
+            model.cancel()
 
     def _on_bell(self) -> None:
         with suppress(BlockingIOError):
