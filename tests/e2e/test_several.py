@@ -293,6 +293,9 @@ def test_the_least_recently_used_model_makes_room(tmp_path, tiny):
             assert code_of(answer) == (status, code)
         assert states(server)["tiny"] == "asleep"
         tokens_of(ask(server, "a"))
+        targets, wanted = f"{server.url}/v1/targets?model=tiny", {"classes": {"nobody": {}}}
+        answer = httpx.put(targets, json=wanted, timeout=START_S)
+        assert "no service class 'nobody'" in answer.json()["error"]["message"]
         asleep = tokens_of(ask(server, "tiny"))
         assert states(server) == {"a": "awake", "b": "asleep", "tiny": "awake"}
         for engine in engines(server):

@@ -33,6 +33,7 @@ from weft.server.service import DisconnectedError, Service, time_left_s
 
 LOOK_S = 0.02  # while a request waits for a model that was never awake
 PATIENCE_S = 5.0  # with models that are in use, whose memory is needed
+STALE_S = 1.0  # until it is known whether they still are, now that there is another request
 MOST_WAITING = 256  # requests for a model that was never awake; with their bodies
 HELD_BYTES = 2**20  # of a body that nobody reads while its request waits; the rest is not received
 MESSAGE_BYTES = 512  # of a piece of it, beside its bytes
@@ -174,8 +175,11 @@ class PlaneModel:
             DisconnectedError: the client has gone.
             WeftError: its deadline is over, or the model cannot be woken.
         """
-        if (problem := self.problem()) is not None:
-            raise problem
+        until = time.monotonic() + STALE_S
+        while (problem := self.problem()) is not None:
+            if not isinstance(problem, ModelsBusyError) or time.monotonic() >= until:
+                raise problem
+            await asyncio.sleep(LOOK_S)
         if self._router is not None:
             return self._router
         if self._waiting >= MOST_WAITING:
