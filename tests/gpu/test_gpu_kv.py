@@ -18,7 +18,7 @@ PAIRS = [
     (family, kv)
     for family, row in FAMILIES.items()
     for kv in ("auto", "fp8", "int8")
-    if kv not in row.unsound_kv and FAMILY_CASES[family] in ON_GPUS
+    if kv not in row.unsound_kv and FAMILY_CASES.get(family) in ON_GPUS
 ]
 
 

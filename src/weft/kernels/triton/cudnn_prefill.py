@@ -92,6 +92,7 @@ class PrefillByCudnn:
         softcap: float | None,
         sinks: Tensor | None = None,
         value_dim: int | None = None,
+        causal: bool = True,
     ) -> Tensor:
         """See ``attention.paged_attention``.
 
@@ -99,8 +100,8 @@ class PrefillByCudnn:
             KernelUnavailable: the tuning asks for cuDNN, and it is missing or cannot compute this.
         """
         given: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-        given |= {"sinks": sinks, "value_dim": value_dim}
-        if not self._asked(q, k_cache, value_dim):
+        given |= {"sinks": sinks, "value_dim": value_dim, "causal": causal}
+        if not causal or not self._asked(q, k_cache, value_dim):
             return self._attend(q, k, v, k_cache, v_cache, batch, **given)
         few = plan_for(q, k_cache, batch.max_query_len, self._tuning, value_dim).few
         if min(batch.max_query_len or len(q), len(q)) <= few:
