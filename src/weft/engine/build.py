@@ -30,7 +30,6 @@ from weft.engine.devices import (
     describe_executor,
     device_name,
     is_cpu,
-    is_resident,
     kv_memory,
     make_executor,
     may_lease,
@@ -286,8 +285,8 @@ def build_engine(
                 config, resolved, _among(model, ways), rows, watch, kept, threads
             ),
         )
-    if not may_lease(executor):  # its kernels have no resident loop
-        limits = replace(resources.limits, lease_steps=0)
+    if may_lease(executor):
+        limits = replace(resources.limits, lease_steps=LEASE_STEPS)
         resources, scheduler.limits = replace(resources, limits=limits), limits
     watch.ready()
     logger.info("The engine, %s, is %s.", describe_executor(executor), watch.describe())
@@ -436,13 +435,11 @@ def _resources(config: EngineConfig, resolved: ResolvedConfig, model: Model) -> 
     if resolved.state_slots:
         slots = resolved.state_slots
         groups.append(GroupSpec("state", resolved.block_size, slots, window=1, recurrent=True))
-    leases = is_resident(config, model.device)
     limits = Limits(
         resolved.max_num_seqs,
         resolved.max_num_batched_tokens,
         resolved.max_model_len,
         config.speculation,
-        lease_steps=LEASE_STEPS if leases else 0,
         groups=pipelined_steps(config),
         whole_prompts=model.spec.encoder is not None,
     )
