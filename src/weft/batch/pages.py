@@ -7,7 +7,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from weft.batch.database import OPEN
 from weft.batch.records import BATCH_COLUMNS, FILE_COLUMNS, BatchRecord, FileRecord
 from weft.core.errors import ParameterError
 
@@ -69,24 +68,3 @@ def read_page(
         (*values, limit + 1),
     ).fetchall()
     return Page([kind(*row) for row in rows[:limit]], len(rows) > limit)
-
-
-class RecentBatches:
-    """Batches of a data base that have not ended, or not long ago."""
-
-    def __init__(self, base: sqlite3.Connection) -> None:
-        self._base = base
-
-    def read(self, owner: bytes | None, since: int, most: int) -> list[BatchRecord]:
-        """Those that have not ended before ``since``, the newest first.
-
-        Args:
-            owner: whose they are; None for everybody's.
-        """
-        ended = "COALESCE(completed_at, failed_at, expired_at, cancelled_at, 0)"
-        rows = self._base.execute(
-            f"SELECT {', '.join(BATCH_COLUMNS)} FROM batches WHERE (?1 IS NULL OR owner = ?1) "
-            f"AND (status IN {OPEN} OR {ended} >= ?2) ORDER BY place DESC LIMIT ?3",
-            (owner, since, most),
-        )
-        return [BatchRecord(*row) for row in rows]

@@ -31,7 +31,7 @@ from weft.batch.folder import FileFolder, StorageFullError, StoreLimits, Upload
 from weft.batch.kept_lengths import KeptLengths
 from weft.batch.outbox import Outbox
 from weft.batch.pace import PaceTable
-from weft.batch.pages import Page, RecentBatches, read_page
+from weft.batch.pages import Page, read_page
 from weft.batch.records import (
     BATCH_COLUMNS,
     BATCH_PREFIX,
@@ -61,7 +61,7 @@ class BatchStore:
 
     Attributes:
         outbox: events that they have not confirmed.
-        paces, recent: how fast batches were answered lately; those that have not ended long ago.
+        paces: how fast batches were answered lately.
         lengths: what is known of output lengths.
 
     Raises:
@@ -81,7 +81,6 @@ class BatchStore:
         self._clock = clock
         self._base = open_base(folder / BASE)
         self.paces = PaceTable(self._base, self._writing)
-        self.recent = RecentBatches(self._base)
         self.lengths = KeptLengths(self._base, self._writing, self._now)
         self.outbox = Outbox(self._base, webhook_urls)
         self._seen = -1
@@ -268,8 +267,9 @@ class BatchStore:
         size, now = upload.size, record.created_at
         with self._writing():
             record = judge(record)
-            sent = FileRecord(upload.id, owner, MESSAGES_IN, upload.id, size, now, None)
-            self._insert_upload(sent)
+            self._insert_upload(
+                FileRecord(upload.id, owner, MESSAGES_IN, upload.id, size, now, None)
+            )
             self._insert_batch(record)
         points.reached("batch created")
         upload.close()
@@ -314,6 +314,20 @@ class BatchStore:
         page = read_page(self._base, "batches", where, values, before, limit, False)
         return Page(page.records[::-1], page.has_more)
 
+    def recent_batches(self, owner: bytes | None, since: int, most: int) -> list[BatchRecord]:
+        """The newest batches that have not ended, or not before ``since``.
+
+        Args:
+            owner: whose they are; None for everybody's.
+        """
+        ended = "COALESCE(completed_at, failed_at, expired_at, cancelled_at, 0)"
+        rows = self._base.execute(
+            f"SELECT {_BATCH} FROM batches WHERE (?1 IS NULL OR owner = ?1) "
+            f"AND (status IN {OPEN} OR {ended} >= ?2) ORDER BY place DESC LIMIT ?3",
+            (owner, since, most),
+        )
+        return [BatchRecord(*row) for row in rows]
+
     def delete_batch(self, owner: bytes, batch_id: str) -> None:
         """Forget a batch that has ended, and its results.
 
@@ -346,10 +360,10 @@ class BatchStore:
                 message = f"The batch cannot be cancelled any more: it is '{found.status}'."
                 raise BatchOverError(message, param="batch_id")
             if found.status in ("validating", "in_progress"):
-                statement = (
-                    "UPDATE batches SET status = 'cancelling', cancelling_at = ? WHERE id = ?"
+                self._base.execute(
+                    "UPDATE batches SET status = 'cancelling', cancelling_at = ? WHERE id = ?",
+                    (self._now(), batch_id),
                 )
-                self._base.execute(statement, (self._now(), batch_id))
         points.reached("batch cancelling")
         ring_bell(self._folder)
         return self.batch(owner, batch_id)

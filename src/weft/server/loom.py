@@ -277,7 +277,7 @@ class Loom:
         owner = None if viewer.sees_all else viewer.owner
         try:
             records = await self._data.run(
-                lambda store: store.recent.read(owner, int(now - ENDED_S), MOST_BATCHES)
+                lambda store: store.recent_batches(owner, int(now - ENDED_S), MOST_BATCHES)
             )
         except WeftError:
             return None
