@@ -362,7 +362,7 @@ class ModelsKeeper:
         elif state != "loading":
             await self._wake(model)
             if model.row.blocked_ns and since_s > PATIENCE_S:
-                answer(no_room(model.name))
+                answer(ModelsBusyError.no_room(model.name))
 
     def _pause_s(self) -> float | None:
         """Seconds until the next look without a bell; None for ever."""
@@ -391,11 +391,3 @@ def _too_large(model: KeptModel, limit: int) -> ConfigError:
 
 def _in_use(model: KeptModel) -> ModelsBusyError:
     return ModelsBusyError(f"The model '{model.name}' is in use; it sleeps once it is not.")
-
-
-def no_room(name: str) -> ModelsBusyError:
-    """The error where all memory is held by models that are in use."""
-    return ModelsBusyError(
-        f"The model '{name}' is asleep, and the models that are in use leave no memory for it; try "
-        "again later."
-    )

@@ -215,6 +215,14 @@ class ModelsBusyError(ModelAsleepError):
 
     code = "models_busy"
 
+    @classmethod
+    def no_room(cls, name: str) -> ModelsBusyError:
+        """The error where all memory is held by models that are in use."""
+        return cls(
+            f"The model '{name}' is asleep, and the models that are in use leave no memory for it; "
+            "try again later."
+        )
+
 
 class HostWorkerError(WeftError):
     """The worker for attention on the host has ended, or cannot be started."""

@@ -159,10 +159,7 @@ class PlaneModel:
         if row.state == "failed" and now_ns < row.retry_ns:
             return ModelFailedError(f"The model '{self.names[0]}' cannot be loaded: {row.error}")
         if row.blocked_ns and now_ns - row.blocked_ns > PATIENCE_S * 1e9:
-            return ModelsBusyError(
-                f"The model '{self.names[0]}' is asleep, and the models that are in use leave no "
-                "memory for it; try again later."
-            )
+            return ModelsBusyError.no_room(self.names[0])
         return None
 
     async def ready(
