@@ -307,10 +307,11 @@ def _single(text: str, body: ScoringBody, builder: Builder, param: str) -> tuple
     ids: Seq[int] = builder.tokenizer.encode(text) if text else ()
     if not ids:
         raise ParameterError("A text is empty; give at least one token.", param=param)
-    marks = builder.tokenizer.encode("")
-    if body.max_tokens_per_doc is not None and param != "query":
-        ids = cut_between(ids, body.max_tokens_per_doc + len(marks), marks, right=True)
+    most = None if param == "query" else body.max_tokens_per_doc
     keep = -1 if body.truncation else body.truncate_prompt_tokens
+    marks = () if most is None and keep is None else builder.tokenizer.encode("")
+    if most is not None:
+        ids = cut_between(ids, most + len(marks), marks, right=True)
     if keep is not None:
         ids = truncated(ids, _Cut(keep), builder.card, None, marks)
     _check_fits(len(ids), builder, param)
