@@ -1,4 +1,4 @@
-"""What chat shows on a terminal: answers as Markdown while they stream, and lines about them.
+"""The output of a chat on a terminal: answers as Markdown while they stream, and lines about them.
 
 Blocks of an answer that are complete are printed for good. Only the last one, which still grows, is
 drawn again and again, and no more of it than the terminal is high: so nothing that is drawn twice

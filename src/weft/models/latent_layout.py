@@ -1,4 +1,4 @@
-"""What makes keys and values of the latents of MLA, as ``layout`` describes it. Torch-free."""
+"""The parameters that make keys and values of the latents of MLA; see ``layout``. Torch-free."""
 
 from __future__ import annotations
 

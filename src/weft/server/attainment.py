@@ -1,4 +1,4 @@
-"""What the last minutes were like: targets that were kept, and how long sequences took."""
+"""The last minutes: targets that were kept, and how long sequences took."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the OpenAPI description says of each route: a row for each method and path."""
+"""The routes as the OpenAPI description has them: a row for each method and path."""
 
 from __future__ import annotations
 
