@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections.abc import Iterator
-from datetime import UTC, date, datetime, timedelta
+from datetime import date, datetime, timedelta, tzinfo
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,20 @@ from weft.server.counts import Use
 from weft.server.usage_store import Row, UsageQuery, UsageStore, UsageStoreError
 
 ALICE, BOB = ("alice", "batch"), ("bob", "interactive")
-TODAY = datetime.now(UTC).date()
+TODAY = date(2026, 2, 27)
+
+
+class Clock(datetime):
+    """A clock that stands, so that no test runs over midnight."""
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> datetime:
+        return datetime(TODAY.year, TODAY.month, TODAY.day, 12, tzinfo=tz)
+
+
+@pytest.fixture(autouse=True)
+def _noon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.server.usage_store.datetime", Clock)
 
 
 @pytest.fixture
