@@ -58,10 +58,8 @@ class Answers:
         raise AssertionError("the benchmark never waits")
 
 
-def run(
-    engine: DrivenEngine, count: int, salt: int, ask: dict[str, Any]
-) -> tuple[float, float, dict[int, list[int]]]:
-    """Tokens a second, CPU microseconds of this thread a token, and the tokens."""
+def drawn(engine: DrivenEngine, count: int, salt: int, ask: dict[str, Any]) -> list[Request]:
+    """Requests with prompts of drawn tokens, others for each salt."""
     draw, vocabulary = random.Random(1000 * salt + count), engine.vocab_size
     requests = []
     for number in range(count):
@@ -69,7 +67,14 @@ def run(
         wanted = {"temperature": 0.8, "max_tokens": NEW_TOKENS, "ignore_eos": True, **ask}
         params = SamplingParams(seed=number, **wanted).with_defaults({})
         requests.append(Request(number, prompt, params))
-    answers = Answers(requests)
+    return requests
+
+
+def run(
+    engine: DrivenEngine, count: int, salt: int, ask: dict[str, Any]
+) -> tuple[float, float, dict[int, list[int]]]:
+    """Tokens a second, CPU microseconds of this thread a token, and the tokens."""
+    answers = Answers(drawn(engine, count, salt, ask))
     started, cpu = time.perf_counter(), time.thread_time()
     engine.run(answers)
     seconds, cpu = time.perf_counter() - started, time.thread_time() - cpu

@@ -14,6 +14,7 @@ from weft.engine.devices import describe_executor
 from weft.engine.loop import EngineLoop
 from weft.engine.machine import WallClock
 from weft.kernels.cpu._native import Stamps
+from weft.models.layout import weight_bytes
 from weft.sched.batch import Totals
 
 
@@ -23,12 +24,21 @@ class DrivenEngine:
     Attributes:
         vocab_size: of its model.
         computes: whether the thread that drives it computes, too.
+        read_bytes: of the weights that every token of a dense model reads.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self._engine = build_engine(config)
         self.vocab_size = self._engine.model.spec.vocab_size
         self.computes = self._engine.executor.depth == 0
+        spec = self._engine.model.spec
+        self.read_bytes = weight_bytes(
+            spec,
+            self._engine.model.dtype,
+            config.quantize,
+            config.quantize_group,
+            wanted=lambda name: name != "embed" or spec.tied_embeddings,
+        )
 
     @property
     def totals(self) -> Totals:

@@ -85,6 +85,15 @@ def read_rate(seconds: float = YARDSTICK_S) -> float:
     return LARGER_THAN_CACHES / took
 
 
+def mean_read_rate(seconds: float = YARDSTICK_S) -> float:
+    """The mean rate in bytes a second at which memory was read for so long, once at least."""
+    words, reads, start = _memory(), 0, clock()
+    while (took := clock() - start) < seconds or not reads:
+        _native.read_all(address(words), len(words))
+        reads += 1
+    return reads * LARGER_THAN_CACHES / took
+
+
 def multiply_rate(dtype: str, seconds: float = YARDSTICK_S) -> float:
     """The best rate of multiply-adds in registers, in operations a second.
 
