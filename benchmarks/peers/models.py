@@ -1,9 +1,11 @@
 """Makes the checkpoints that peers are compared on: real shapes, random weights.
 
-    python benchmarks/peers/models.py A|B FOLDER
+    python benchmarks/peers/models.py A|B|conv|delta|moe FOLDER
 
 A is a Llama of 100 million parameters (200 MB in bfloat16), B has the shape of Qwen3-0.6B with a
-vocabulary of 32000 (473 million, 946 MB).
+vocabulary of 32000 (473 million, 946 MB). For benchmarks/gguf_peers.py: ``conv`` has the shape of
+LFM2-1.2B, ``delta`` that of Qwen3.5-0.8B, and ``moe`` is a Qwen3-MoE of a billion parameters, of
+which a token takes 4 of 32 experts.
 """
 
 from __future__ import annotations
@@ -17,11 +19,17 @@ from typing import Any
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 VOCAB = 32000
@@ -48,6 +56,29 @@ SHAPES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
          "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072},
     ),
+    "conv": (
+        Lfm2ForCausalLM,
+        Lfm2Config,
+        {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
+         "num_key_value_heads": 8, "intermediate_size": 8192, "block_auto_adjust_ff_dim": False,
+         "layer_types": ["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv"
+                         for i in range(16)]},
+    ),
+    "delta": (
+        Qwen3_5ForCausalLM,
+        Qwen3_5TextConfig,
+        {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 8,
+         "num_key_value_heads": 2, "head_dim": 256, "intermediate_size": 3584,
+         "linear_num_key_heads": 16, "linear_num_value_heads": 16,
+         "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    ),
+    "moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {"hidden_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 16,
+         "num_key_value_heads": 4, "head_dim": 128, "num_experts": 32, "num_experts_per_tok": 4,
+         "moe_intermediate_size": 512, "norm_topk_prob": True, "mlp_only_layers": []},
+    ),
 }  # fmt: skip
 
 
@@ -59,7 +90,7 @@ def make_model(name: str, folder: Path) -> None:
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             # wide, so that the likeliest token is clear, whatever the order of summation
-            if parameter.dim() == 2:
+            if parameter.dim() >= 2:
                 parameter.normal_(0, 0.05 if "embed" in key else 0.06)
             else:
                 parameter.normal_(1, 0.1)
