@@ -7,6 +7,7 @@ from typing import Any, Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from weft.api.answers import InputUsage, LikelyFirst
+from weft.core.states import BatchStatus, LoadState
 
 
 class ModelEntry(Struct, kw_only=True):
@@ -21,7 +22,7 @@ class ModelEntry(Struct, kw_only=True):
     created: int
     owned_by: str
     max_model_len: int | UnsetType = UNSET
-    state: Literal["asleep", "loading", "awake", "failed"] | UnsetType = UNSET
+    state: LoadState | UnsetType = UNSET
     memory_bytes: int | UnsetType = UNSET
     wake_s: float | UnsetType = UNSET
     error: str | UnsetType = UNSET
@@ -32,7 +33,7 @@ class ModelState(Struct, kw_only=True):
 
     id: str
     object: Literal["model"]
-    state: Literal["asleep", "loading", "awake", "failed"]
+    state: LoadState
     memory_bytes: int
     wake_s: float | UnsetType = UNSET
     error: str | UnsetType = UNSET
@@ -183,16 +184,7 @@ class Batch(Struct, kw_only=True):
     errors: BatchErrors | None
     input_file_id: str
     completion_window: str
-    status: Literal[
-        "validating",
-        "failed",
-        "in_progress",
-        "finalizing",
-        "completed",
-        "expired",
-        "cancelling",
-        "cancelled",
-    ]
+    status: BatchStatus
     output_file_id: str | None
     error_file_id: str | None
     created_at: int

@@ -10,11 +10,12 @@ from typing import Any
 from weft.batch.demand import Demand, sample_demand
 from weft.batch.errors import FileNotThereError
 from weft.batch.forecast import predict_end
-from weft.batch.records import BatchRecord, Status, time_of_day
+from weft.batch.records import BatchRecord, time_of_day
 from weft.batch.store import BatchStore
 from weft.core.errors import WeftError
+from weft.core.states import BatchStatus
 
-VALIDATING: tuple[Status, ...] = ("validating",)
+VALIDATING: tuple[BatchStatus, ...] = ("validating",)
 
 
 class QueuedTokensError(WeftError):

@@ -9,7 +9,8 @@ from hashlib import sha256
 
 import orjson
 
-from weft.batch.records import BatchRecord, Status
+from weft.batch.records import BatchRecord
+from weft.core.states import BatchStatus
 
 KEPT_S = 72 * 3600  # after which nobody is told any more
 FORGOTTEN_S = KEPT_S + 86400  # the same of addresses that no server has in its settings
@@ -48,7 +49,7 @@ class Outbox:
         self._urls = tuple(urls)
         self._mine = f"url IN ({', '.join('?' * len(self._urls))})"
 
-    def add(self, record: BatchRecord, status: Status, now: int) -> None:
+    def add(self, record: BatchRecord, status: BatchStatus, now: int) -> None:
         """A batch ends; to be called within the transaction that ends it."""
         number = _digest(f"{record.id} {status}")
         event = {

@@ -5,24 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from hashlib import sha256
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 
 from weft.batch.demand import Demand
 from weft.batch.usage import Usage
+from weft.core.states import BatchStatus
 
-Status = Literal[
-    "validating",
-    "failed",
-    "in_progress",
-    "finalizing",
-    "completed",
-    "expired",
-    "cancelling",
-    "cancelled",
-]
-UNFINISHED: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "cancelling")
+UNFINISHED: tuple[BatchStatus, ...] = ("validating", "in_progress", "finalizing", "cancelling")
 UPLOADED = ("batch", "assistants", "fine-tune", "vision", "user_data", "evals")
 OUTPUT = "batch_output"
 MESSAGES_IN, MESSAGES_OUT = "message_batch_input", "message_batch_output"
@@ -93,7 +84,7 @@ class BatchRecord:
     served: str
     input_file_id: str
     window: str
-    status: Status
+    status: BatchStatus
     created_at: int
     expires_at: int
     metadata: bytes = b"null"

@@ -44,9 +44,9 @@ from weft.batch.records import (
     UNFINISHED,
     BatchRecord,
     FileRecord,
-    Status,
 )
 from weft.core.errors import ParameterError
+from weft.core.states import BatchStatus
 
 FILES = "files"
 
@@ -393,7 +393,7 @@ class BatchStore:
         self,
         batch_id: str,
         *,
-        before: Collection[Status] = (),
+        before: Collection[BatchStatus] = (),
         check: Callable[[], None] = lambda: None,
         **columns: Any,
     ) -> bool:
@@ -422,7 +422,7 @@ class BatchStore:
                     f"UPDATE batches SET {names} WHERE id = ?", (*columns.values(), batch_id)
                 )
 
-    def finish(self, record: BatchRecord, status: Status, **columns: Any) -> None:
+    def finish(self, record: BatchRecord, status: BatchStatus, **columns: Any) -> None:
         """End a batch: its files of results, which are on the disk, get their rows with its end.
 
         Args:

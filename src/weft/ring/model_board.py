@@ -15,19 +15,18 @@ import mmap
 import os
 import struct
 import time
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from msgspec import Struct, json
 
 from weft.core.errors import InvariantError
+from weft.core.states import LoadState
 from weft.ring.checked_texts import CheckedTexts
 
 ROW_BYTES = 256 * 1024  # pages that are never written take no room
 _WORD, _CELL = struct.Struct("<Q"), struct.Struct("<QQQ")
 LOAD, UNLOAD = 1, 2  # orders
 MOST_SLEEPS = 16  # that a row has; a ring has as many recoveries
-
-State = Literal["asleep", "loading", "awake", "failed"]
 
 
 class OrderAnswer(Struct, frozen=True):
@@ -59,7 +58,7 @@ class ModelRow(Struct, frozen=True):
         sleeps: the latest, each from when to when, on the monotonic clock; 0 while it lasts.
     """
 
-    state: State = "asleep"
+    state: LoadState = "asleep"
     bytes: int = 0
     card: str = ""
     starts: int = 0

@@ -7,7 +7,8 @@ from typing import get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from weft.ring.model_board import ModelRow, State
+from weft.core.states import LoadState
+from weft.ring.model_board import ModelRow
 
 
 def model_families(rows: Mapping[str, ModelRow]) -> Iterator[Metric]:
@@ -27,7 +28,7 @@ def model_families(rows: Mapping[str, ModelRow]) -> Iterator[Metric]:
         "weft:model_wake_seconds", "Seconds that a model last took to load", labels=["model_name"]
     )
     for name, row in rows.items():
-        for one in get_args(State):
+        for one in get_args(LoadState):
             state.add_metric([name, one], row.state == one)
         memory.add_metric([name], row.bytes)
         wakes.add_metric([name], row.starts)
