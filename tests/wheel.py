@@ -2,10 +2,10 @@
 
     python tests/wheel.py [--python INTERPRETER]
 
-Needs a registry of packages within reach. One environment gets what the wheel requires, another one
-the pinned packages with their hashes, as the images do. It fails if something is missing in archive
-or wheel, or there that should not be, if wheel or environment is too large, if the installed weft
-generates nothing, or if there is no valid bill of materials.
+Needs a registry of packages within reach. Pinned packages build it. One environment gets what the
+wheel requires, another one the pinned packages with their hashes, as the images do. It fails if
+something is missing in archive or wheel, or there that should not be, if wheel or environment is
+too large, if the installed weft generates nothing, or if there is no valid bill of materials.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ NEEDED = (
     "weft/ring/_native.",
     "weft/kernels/cpu/_native.",
 )
+PINNED = ("--only-binary", ":all:", "--require-hashes", "--requirement")
 SOURCES = (".cpp", ".hpp", ".cu", ".h", ".a", ".o", ".cmake")
 ARCHIVED = {"CMakeLists.txt", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml"}
 ARCHIVED |= {"CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "deploy", "docs", "src"}
@@ -78,19 +79,14 @@ def environment(python: str, folder: Path) -> tuple[Path, list[str | Path]]:
 def build(python: str, folder: Path) -> tuple[Path, str]:
     """Build the source archive, and a wheel from that; the wheel and nanobind's version."""
     own, install = environment(python, folder / "building")
-    needed = [own, ROOT / "scripts" / "requirements.py", "build"]
-    printed = subprocess.run(needed, check=True, capture_output=True, text=True).stdout
-    subprocess.run([*install, "build", *printed.split("\n")[:-1]], check=True)
+    subprocess.run([*install, *PINNED, ROOT / "deploy" / "constraints-build.txt"], check=True)
+    subprocess.run([*install, "build"], check=True)
     command = [own, "-m", "build", "--no-isolation", "--outdir", folder]
     subprocess.run([*command, "--sdist", ROOT], check=True, stdout=subprocess.DEVNULL)
     archive = next(folder.glob("weft-*.tar.gz"))
     check_archive(archive)
     with tarfile.open(archive) as opened:
         opened.extractall(folder / "unpacked", filter="data")
-    native = [own, ROOT / "scripts" / "requirements.py", "native"]
-    missing = subprocess.run(native, check=True, capture_output=True, text=True).stdout.split()
-    if missing:
-        subprocess.run([*install, *missing], check=True)
     source = next((folder / "unpacked").iterdir())
     # not where the set-up builds, whose folder belongs to its interpreter
     words = ["--wheel", f"--config-setting=build-dir={folder}/build", source]
@@ -132,8 +128,7 @@ def main() -> None:
         check_installed(own)
         at_most("the environment", disk_bytes(folder / "environment"), MOST_ENVIRONMENT_BYTES)
         own, install = environment(python, folder / "pinned")
-        pinned = ["--only-binary", ":all:", "--require-hashes", "--requirement"]
-        subprocess.run([*install, *pinned, ROOT / "deploy" / "constraints.txt"], check=True)
+        subprocess.run([*install, *PINNED, ROOT / "deploy" / "constraints.txt"], check=True)
         subprocess.run([*install, "--no-deps", "--no-index", wheel], check=True)
         subprocess.run([own, "-m", "pip", "check"], check=True)
         check_installed(own)

@@ -11,8 +11,14 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-EXTRAS = {"constraints.txt": ["fast"], "constraints-cuda.txt": ["fast", "cuda"]}
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = PYPROJECT["project"]
+RUN = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["fast"]]
+WANTED = {
+    "constraints.txt": RUN,
+    "constraints-cuda.txt": [*RUN, *PROJECT["optional-dependencies"]["cuda"]],
+    "constraints-build.txt": [*PYPROJECT["build-system"]["requires"], "cmake", "ninja"],
+}
 
 
 def pins(name: str) -> dict[str, list[tuple[Requirement, list[str]]]]:
@@ -27,7 +33,7 @@ def pins(name: str) -> dict[str, list[tuple[Requirement, list[str]]]]:
     return found
 
 
-@pytest.mark.parametrize("name", EXTRAS)
+@pytest.mark.parametrize("name", WANTED)
 def test_each_pin_is_one_version_with_hashes(name):
     found = pins(name)
     assert found
@@ -38,13 +44,10 @@ def test_each_pin_is_one_version_with_hashes(name):
         assert all(re.fullmatch(r"sha256:[0-9a-f]{64}", word.strip()) for word in hashes)
 
 
-@pytest.mark.parametrize("name", EXTRAS)
+@pytest.mark.parametrize("name", WANTED)
 def test_the_pins_are_what_weft_requires(name):
     found = pins(name)
-    wanted = [*PROJECT["dependencies"]]
-    for extra in EXTRAS[name]:
-        wanted += PROJECT["optional-dependencies"][extra]
-    for requirement in map(Requirement, wanted):
+    for requirement in map(Requirement, WANTED[name]):
         several = found.get(canonicalize_name(requirement.name))
         assert several, f"{requirement.name} has no pin: run tools/constraints.py"
         for pin, _ in several:
@@ -60,5 +63,5 @@ def test_both_files_agree():
 
 
 def test_no_file_names_a_registry():
-    for name in EXTRAS:
+    for name in WANTED:
         assert "://" not in (ROOT / "deploy" / name).read_text(encoding="utf-8")

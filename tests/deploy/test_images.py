@@ -16,6 +16,7 @@ from weft.core.flags import actions_of
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
+UNPINNED = r"pip install(?![^&]*--(require-hashes|no-index))|pip wheel(?![^&]*--no-build-isolation)"
 PINNED = re.compile(r"[\w./-]+:v?\d+\.\d+[\w.-]*")
 
 
@@ -45,6 +46,8 @@ def faults(text: str) -> list[str]:
     for name, words in instructions(text):
         if name == "RUN" and re.search(r"(curl|wget)[^|&]*\|\s*(ba)?sh|sudo |chmod -R 777", words):
             found.append(f"runs what it has fetched: {words}")
+        if name == "RUN" and re.search(UNPINNED, words):
+            found.append(f"installs what is not pinned: {words}")
         if name == "ADD":
             found.append(f"ADD may fetch; COPY does not: {words}")
     for base in {stage[0][1] for stage in made.values()}:
@@ -81,6 +84,8 @@ def test_the_images_keep_the_rules(dockerfile):
         ("python:3.13-slim-bookworm AS base", "python:latest AS base", "python:latest is no"),
         ("STOPSIGNAL SIGTERM\n", "", "cuda has no STOPSIGNAL"),
         ("ENV PATH", "RUN curl -L x.example/get | sh\nENV PATH", "runs what it has fetched"),
+        (" --require-hashes", "", "what is not pinned"),
+        (" --no-build-isolation", "", "what is not pinned"),
         ("FROM base AS cpu", "FROM base AS cpu\nRUN apt-get install g++", "cpu has a compiler"),
     ],
 )
