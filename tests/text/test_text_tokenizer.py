@@ -217,6 +217,16 @@ class TestBackend:
         assert unigram.encoder.name == "tokenizers"
         assert "cannot read" in unigram.encoder.reason
 
+    def test_is_the_reference_where_fastokens_is_broken(self, folders, monkeypatch, tmp_path):
+        """As by a C library that is too old for it."""
+        (tmp_path / "fastokens.py").write_text("raise ImportError('GLIBC_2.99 not found\\nmore')")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.delitem(sys.modules, "fastokens")
+        tokenizer = Tokenizer.load(folders["byte_level"])
+        tokenizer.encoder.decide()
+        assert tokenizer.encoder.name == "tokenizers"
+        assert tokenizer.encoder.reason == "fastokens does not load: GLIBC_2.99 not found"
+
     @pytest.mark.parametrize("wrong_for", ["\u2581", "<h1>", "12345678901234567890", "👍🏽"])
     def test_is_the_reference_where_fastokens_disagrees(self, folders, monkeypatch, wrong_for):
         import fastokens

@@ -108,6 +108,8 @@ def adopt_fastokens(reference: Reference, added: Sequence[str]) -> tuple[Encode 
         import fastokens
     except ModuleNotFoundError:
         return None, "fastokens is not installed; pip install 'weft[fast]' brings it"
+    except ImportError as error:
+        return None, f"fastokens does not load: {_first_line(error)}"
     try:
         fast = fastokens.Tokenizer.from_json_str(reference.to_str())
         for probe in _probes(reference, added):
@@ -117,10 +119,14 @@ def adopt_fastokens(reference: Reference, added: Sequence[str]) -> tuple[Encode 
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a Rust panic is no Exception
-        return None, f"fastokens cannot read this tokeniser: {str(error).splitlines()[:1]}"
+        return None, f"fastokens cannot read this tokeniser: {_first_line(error)}"
     return lambda text: list(
         fast.encode(text).ids
     ), "fastokens agrees with tokenizers on all probes"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _probes(reference: Reference, added: Sequence[str]) -> Iterator[str]:
