@@ -26,10 +26,12 @@ def kv_budget(config: EngineConfig, facts: Facts, wanted: int) -> int:
     left = facts.left_bytes
     if left <= 0:
         steps = f" and the steps {format_bytes(facts.workspace_bytes)}"
+        rounded = ", or round the weights: quantize int8 or int4" * (config.quantize == "none")
         raise OutOfMemoryError(
             f"The weights need {format_bytes(facts.weight_bytes)}"
             f"{steps if facts.workspace_bytes else ''}, but only "
-            f"{format_bytes(facts.available_bytes)} are free: {format_bytes(-left)} too few."
+            f"{format_bytes(facts.available_bytes)} are free: {format_bytes(-left)} too few. "
+            f"Choose a smaller model{rounded}."
         )
     if config.kv_memory is None:
         return min(
