@@ -183,11 +183,10 @@ def _port(port: int) -> Finding:
 
 
 def _is_weft(port: int) -> bool:
-    from weft.status_command import RunningServer
+    from weft.running_server import RunningServer
 
     try:
-        with RunningServer(f"http://127.0.0.1:{port}", None, timeout_s=ASK_S) as server:
-            return bool(server.state())
+        return bool(RunningServer(f"http://127.0.0.1:{port}", None, timeout_s=ASK_S).state())
     except WeftError:
         return False
 
@@ -222,13 +221,24 @@ def _hub_folder() -> Path:
 
 
 def _hub() -> Finding:
-    from huggingface_hub import constants, get_token
+    from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         advice = "unset HF_HUB_OFFLINE to download models"
         return Finding("hub", "note", f"offline; what is in {_hub_folder()} is served", advice)
-    token = "with a token" if get_token() else "without a token, which only gated models need"
+    known = _has_token(Path(constants.HF_TOKEN_PATH))
+    token = "with a token" if known else "without a token, which only gated models need"
     return Finding("hub", "ok", f"{constants.ENDPOINT}, {token}")
+
+
+def _has_token(file: Path) -> bool:
+    """Whether there is one where the hub's library looks, which itself may ask a server for it."""
+    if any(os.environ.get(name) for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")):
+        return True
+    try:
+        return bool(file.read_text(encoding="utf-8").strip())
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def _shared_memory() -> Finding:

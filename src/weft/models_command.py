@@ -18,7 +18,6 @@ from weft.core.settings import format_bytes
 from weft.core.starting import show_start
 from weft.models.found import FoundModel, found_models
 from weft.models.hub import local_source, resolve_model
-from weft.models.packed_cache import clear, packed_folder
 from weft.models.weight_files import split_files
 
 ELSEWHERE = {
@@ -101,7 +100,7 @@ def _fit(source: Path) -> tuple[bool | None, str, int | None]:
 
     None: it cannot be served for another reason.
     """
-    from weft.engine.info import memory_facts
+    from weft.engine.fitting import memory_facts
     from weft.engine.model import find_model
 
     config = EngineConfig(model=str(source), offline=True)
@@ -170,6 +169,8 @@ def _remove(name: str, found: Sequence[FoundModel], *, asks: bool) -> int:
         if input(f"Remove {name} ({size}) from {repository}? [y/N] ").strip().lower() != "y":
             print("nothing is removed")
             return 1
+    from weft.models.packed_cache import clear, packed_folder
+
     for model in chosen:
         clear(packed_folder(), str(model.path.resolve()))
     try:

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import httpx
-from prometheus_client.parser import text_string_to_metric_families
-
-from weft.batch.http import base_of
 from weft.core.class_table import target_words
-from weft.core.errors import ConfigError, WeftError
+from weft.core.errors import ConfigError
 from weft.core.flags import add_server
 from weft.core.inert import inert, inert_line
 from weft.core.settings import format_bytes
+from weft.running_server import Metrics, RunningServer
 
-TIMEOUT_S = 10.0
 MOST_INTERVAL_S = 60.0
-LABELS = {"service_class", "target", "outcome", "finished_reason"}  # that tell values apart
-
-LOOM = "/v1/loom"
-
-Metrics = dict[tuple[str, ...], float]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,147 +47,14 @@ def run_status(options: Mapping[str, Any]) -> int:
     interval_s = options["interval_s"]
     if not 0 <= interval_s <= MOST_INTERVAL_S:
         raise ConfigError(f"--interval-s must be from 0 to {MOST_INTERVAL_S:g}, not {interval_s}.")
-    with RunningServer(options["url"], options["api_key"]) as server:
-        if options["ready"]:
-            state = server.state()
-            print(json.dumps({"state": state}) if options["json"] else inert_line(state))
-            return 0 if state == "ready" else 1
-        status = collect_status(server, interval_s)
+    server = RunningServer(options["url"], options["api_key"])
+    if options["ready"]:
+        state = server.state()
+        print(json.dumps({"state": state}) if options["json"] else inert_line(state))
+        return 0 if state == "ready" else 1
+    status = collect_status(server, interval_s)
     print(json.dumps(status, indent=2) if options["json"] else inert(format_status(status)))
     return 0 if status["state"] == "ready" else 1
-
-
-class RunningServer:
-    """Pages of a server.
-
-    Args:
-        url: with or without ``/v1``.
-    """
-
-    def __init__(self, url: str, api_key: str | None, timeout_s: float = TIMEOUT_S) -> None:
-        self.url = base_of(url)
-        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._keyed = bool(api_key)
-        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout_s)
-
-    def __enter__(self) -> RunningServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._http.close()
-
-    def state(self) -> str:
-        """Of the server: ``ready``, or why it is not. Raises WeftError if it is not weft's."""
-        answer = self._get("/ready")
-        try:
-            return str(answer.json()["status"])
-        except (ValueError, KeyError, TypeError):
-            raise WeftError(
-                f"What answers at {self.url} is not weft: it has no /ready "
-                f"({answer.status_code} {answer.reason_phrase}). Give the address with --url."
-            ) from None
-
-    def info(self) -> dict[str, Any]:
-        """What ``/server_info`` says. Raises WeftError without a right key."""
-        answer = self._get("/server_info")
-        self._check(answer, "/server_info")
-        found: dict[str, Any] = answer.json()
-        return found
-
-    def metrics(self, model: str) -> Metrics | None:
-        """Values of the metrics of a model by name and labels; None if they are for other keys."""
-        answer = self._get("/metrics")
-        if answer.status_code != httpx.codes.OK:
-            return None
-        return dict(_values(answer.text, model))
-
-    def loom(self, model: str | None = None) -> dict[str, Any]:
-        """What ``/v1/loom`` shows. Raises WeftError as `looms`."""
-        answer = self._get(LOOM, once="1", **_named(model))
-        self._check_loom(answer)
-        found: dict[str, Any] = answer.json()
-        return found
-
-    def looms(self, model: str | None = None) -> Iterator[dict[str, Any]]:
-        """The same again and again, until the server ends.
-
-        Args:
-            model: which one, where the server has several; the first by default.
-
-        Raises:
-            WeftError: nobody answers, or an older server, or none of weft; or the key is wrong, or
-                it does not serve the model.
-        """
-        with self._asking(), self._http.stream("GET", LOOM, params=_named(model)) as answer:
-            if answer.status_code != httpx.codes.OK:
-                answer.read()
-            self._check_loom(answer)
-            for line in answer.iter_lines():
-                if line.startswith("data: "):
-                    yield json.loads(line.removeprefix("data: "))
-
-    def _check_loom(self, answer: httpx.Response) -> None:
-        if answer.status_code == httpx.codes.NOT_FOUND and "model_not_found" not in answer.text:
-            raise WeftError(
-                f"The server at {self.url} has no {LOOM}: it is no weft, or an older one; "
-                "weft status says which."
-            )
-        self._check(answer, LOOM)
-
-    def _check(self, answer: httpx.Response, path: str) -> None:
-        """Raise WeftError unless it is what was asked for."""
-        if answer.status_code == httpx.codes.UNAUTHORIZED:
-            wrong = "refuses this key" if self._keyed else "needs a key"
-            raise WeftError(
-                f"The server at {self.url} {wrong}; give its key with --api-key or OPENAI_API_KEY."
-            )
-        if answer.status_code != httpx.codes.OK:
-            raise WeftError(
-                f"The server at {self.url} answers {path} with {answer.status_code} "
-                f"{answer.reason_phrase}{_reason(answer)}"
-            )
-
-    def _get(self, path: str, **query: str) -> httpx.Response:
-        with self._asking():
-            return self._http.get(path, params=query)
-
-    @contextlib.contextmanager
-    def _asking(self) -> Iterator[None]:
-        try:
-            yield
-        except httpx.ConnectError:
-            raise WeftError(
-                f"No server answers at {self.url}; start one with: weft serve MODEL, or give its "
-                "address with --url."
-            ) from None
-        except httpx.HTTPError as error:
-            what = str(error) or type(error).__name__
-            raise WeftError(f"The server at {self.url} does not answer: {what}.") from None
-
-
-def _named(model: str | None) -> dict[str, str]:
-    """The query that asks for a model."""
-    return {} if model is None else {"model": model}
-
-
-def _reason(answer: httpx.Response) -> str:
-    """What an error of the API says, behind a colon; a full stop without one."""
-    try:
-        return f": {answer.json()['error']['message']}"
-    except (ValueError, KeyError, TypeError):
-        return "."
-
-
-def _values(page: str, model: str) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Values of a model: of the name without ``weft:``, and the labels that matter."""
-    for family in text_string_to_metric_families(page):
-        for sample in family.samples:
-            name = sample.name.removeprefix("weft:")
-            of_it = sample.labels.get("model_name", model) == model
-            told_apart = name != sample.name and not {"le", "key"} & set(sample.labels)
-            if of_it and told_apart:
-                labels = (value for label, value in sample.labels.items() if label in LABELS)
-                yield (name, *sorted(labels)), sample.value
 
 
 def collect_status(server: RunningServer, interval_s: float) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from weft.core.flags import add_server
 from weft.core.inert import inert_line
-from weft.status_command import RunningServer
+from weft.running_server import RunningServer
 
 Loom = Mapping[str, Any]
 
@@ -55,14 +55,14 @@ def run_top(options: Mapping[str, Any]) -> int:
     """
     console = Console(markup=False, emoji=False)
     view = TopView()
-    with RunningServer(options["url"], options["api_key"]) as server:
-        if options["json"]:
-            print(json.dumps(server.loom(options["model"]), indent=2))
-        elif options["once"] or not sys.stdout.isatty():
-            view.push(server.loom(options["model"]))
-            console.print(view.render(server.url, console.width))
-        else:
-            _follow(server, options["model"], view, console)
+    server = RunningServer(options["url"], options["api_key"])
+    if options["json"]:
+        print(json.dumps(server.loom(options["model"]), indent=2))
+    elif options["once"] or not sys.stdout.isatty():
+        view.push(server.loom(options["model"]))
+        console.print(view.render(server.url, console.width))
+    else:
+        _follow(server, options["model"], view, console)
     return 0
 
 

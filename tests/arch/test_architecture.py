@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "weft"
 
@@ -38,7 +40,13 @@ MAY_IMPORT = {
 TORCH_FREE = ["core", "kv", "cost", "sched", "blend", "workload", "ring", "text", "api"]
 TORCH_FREE += ["server", "batch", "sim", "bench", "models", "engine", "cli.py", "supervise.py"]
 TORCH_FREE += ["attend", "chat", "generate.py", "offline.py", "engine_only.py", "frontend.py"]
-TORCH_FREE += ["status_command.py", "top_command.py", "doctor_command.py", "models_command.py"]
+TORCH_FREE += [
+    "running_server.py",
+    "status_command.py",
+    "top_command.py",
+    "doctor_command.py",
+    "models_command.py",
+]
 TORCH_FREE += ["completion_command.py", "packed_command.py", "several.py", "kept_model.py"]
 TORCH_FREE += ["kernels/cpu", "kernels/arrays.py", "kernels/interface.py", "kernels/ops.py"]
 TORCH_FREE += ["kernels/measure.py", "kernels/sampling.py", "kernels/quantized.py"]
@@ -192,6 +200,17 @@ def test_nothing_heavy_is_imported_before_it_is_needed():
     assert "numpy" in in_engines
     late = {"torch", "jinja2", "tokenizers", "yaml", "transformers", "asyncio", "llguidance"}
     assert not in_engines & (late | {"importlib.metadata"})
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["models"], ["status", "--help"], ["doctor"]])
+def test_commands_that_compute_nothing_start_light(words, monkeypatch, tmp_path):
+    """Where no model lies on the machine, whose fit takes numbers."""
+    for name in ("HOME", "HF_HOME", "OLLAMA_MODELS"):
+        monkeypatch.setenv(name, str(tmp_path))
+    code = f"import sys, weft.cli\nsys.argv = ['weft', *{words}]\n"
+    code += "try:\n    weft.cli.main()\nexcept SystemExit as end:\n    assert not end.code\n"
+    heavy = {"numpy", "torch", "asyncio", "yaml", "jinja2", "tokenizers", "rich", "httpx2"}
+    assert not loaded_by(code) & heavy
 
 
 def test_engines_import_torch_without_what_compilers_need():

@@ -117,8 +117,8 @@ def test_an_event_has_the_time_of_its_last_byte():
     ends = [i + 4 for i in range(len(STREAM)) if STREAM[i : i + 4] == b"\n\n\r\n"]
     outcome = read([STREAM[i : i + 1] for i in range(len(STREAM))])
     assert outcome.failure is None
-    # a byte a second: an event is complete with the second of its two newlines
-    assert outcome.event_s == [float(end - 3) for end in ends[1:4]]
+    # a byte a second: its data is complete with the first of its two newlines
+    assert outcome.event_s == [float(end - 4) for end in ends[1:4]]
     assert (outcome.input_tokens, outcome.output_tokens) == (9, 3)
 
 

@@ -15,7 +15,7 @@ from served import Truth, opened, serve, tight, told
 import where
 from weft.core.plan import Tier
 from weft.core.types import SamplingParams
-from weft.engine.devices import make_executor
+from weft.engine.executors import make_executor
 from weft.models.layout import storage_of
 
 TOLERANCE = 5e-4  # of float32 logits; see test_gpu_families

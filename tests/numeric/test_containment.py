@@ -13,8 +13,8 @@ from graphed import around_forward, use_graphs
 
 from weft import LLM, SamplingParams
 from weft.core.errors import OutOfMemoryError
+from weft.core.memory import is_out_of_memory
 from weft.engine.devices import pick_device
-from weft.exec.collect import is_out_of_memory
 from weft.exec.device_rows import DeviceRows
 from weft.exec.functions import StepFunctions
 

@@ -25,7 +25,7 @@ from weft.cost.fit import FEATURES, Fitted
 from weft.cost.host_steps import HostStage
 from weft.engine.build import build_engine
 from weft.engine.costs import profile_key, with_host
-from weft.engine.host_tier import check_attends_on_host
+from weft.engine.host_rules import check_attends_on_host
 from weft.engine.model import find_model, resolve_settings
 from weft.engine.timer import Timer, room_of
 from weft.exec.states import StateStore

@@ -30,7 +30,7 @@ from test_piggybacked_rows import (
 from depth import deep
 from weft.core.errors import ConfigError, HostWorkerError, InvariantError
 from weft.core.plan import StepPlan
-from weft.engine.host_tier import check_attends_on_host
+from weft.engine.host_rules import check_attends_on_host
 from weft.engine.model import find_model
 from weft.exec import host_attention
 from weft.exec.courier import Courier

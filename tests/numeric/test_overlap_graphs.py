@@ -44,7 +44,7 @@ from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, HostWorkerError, InvariantError
 from weft.core.plan import RowAdd, SubBatch, Tier
 from weft.core.types import SamplingParams
-from weft.engine.host_tier import check_attends_on_host
+from weft.engine.host_rules import check_attends_on_host
 from weft.engine.model import find_model
 from weft.exec import courier, host_attention, host_prompts, overlap_pass
 from weft.exec.courier import Courier

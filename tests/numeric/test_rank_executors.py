@@ -20,7 +20,7 @@ from weft.core.ports import Executor
 from weft.core.resolved import ResolvedConfig
 from weft.engine.build import _grammar_tokenizer
 from weft.engine.channel import Channel, RankTokens
-from weft.engine.devices import make_executor
+from weft.engine.executors import make_executor
 from weft.engine.model import find_model
 from weft.engine.rank_follower import Follower
 from weft.engine.rank_leader import Followers, ParallelExecutor

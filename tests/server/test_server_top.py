@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import io
-from typing import Any
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any, ClassVar
 from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
 
 from weft.cli import main
-from weft.core.errors import WeftError
-from weft.status_command import RunningServer, run_status
+from weft.core.errors import ConfigError, WeftError
+from weft.running_server import RunningServer
+from weft.status_command import run_status
 from weft.top_command import TopView, _follow, run_top
 
 HOSTILE = "[red]\x1b[2Jname"
@@ -66,6 +69,39 @@ def test_a_state_and_an_error_are_inert(monkeypatch, capsys):
     assert capsys.readouterr().err == f"weft: {SHOWN}\n"
 
 
+class Elsewhere(BaseHTTPRequestHandler):
+    """Leads every request to another server."""
+
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        self.send_response(307)
+        self.send_header("location", "/elsewhere")
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+def test_a_key_goes_to_no_other_server():
+    with HTTPServer(("127.0.0.1", 0), Elsewhere) as http:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        server = RunningServer(f"http://127.0.0.1:{http.server_port}/v1", "a-key")
+        with pytest.raises(WeftError, match=r"is not weft: .*307 Temporary Redirect"):
+            server.state()
+        for ask in (server.info, lambda: next(server.looms("m"))):
+            with pytest.raises(WeftError, match=r"with 307 Temporary Redirect\."):
+                ask()
+        http.shutdown()
+    assert Elsewhere.asked == ["/ready", "/server_info", "/v1/loom?model=m"]
+    with pytest.raises(WeftError, match="No server answers at"):
+        server.state()
+    with pytest.raises(ConfigError, match="printable ASCII"):
+        RunningServer("http://a", "schlüssel\n")
+
+
 @pytest.mark.parametrize(
     ("end", "words"),
     [
@@ -77,6 +113,6 @@ def test_a_state_and_an_error_are_inert(monkeypatch, capsys):
 def test_the_end_has_its_reason(monkeypatch, end, words):
     monkeypatch.setattr(RunningServer, "looms", lambda *_: iter([event(), *end]))
     console = Console(file=io.StringIO(), width=200)
-    with RunningServer("http://127.0.0.1:9", None) as server:
-        _follow(server, None, TopView(), console)
+    server = RunningServer("http://127.0.0.1:9", None)
+    _follow(server, None, TopView(), console)
     assert f"The server at http://127.0.0.1:9 {words}" in console.file.getvalue()

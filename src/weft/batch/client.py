@@ -9,8 +9,9 @@ from typing import Any
 
 import httpx
 
-from weft.batch.http import CONNECT_TIMEOUT_S, base_of
+from weft.batch.http import CONNECT_TIMEOUT_S
 from weft.batch.journal import sync_folder
+from weft.core.addresses import base_of
 from weft.core.errors import ConfigError, WeftError, short
 
 TIMEOUT_S = 120.0  # without a byte

@@ -18,6 +18,7 @@ import orjson
 from msgspec import Raw
 
 from weft.batch.ports import BatchLine, LineAnswer, NobodyAnswersError, new_request_id
+from weft.core.addresses import base_of
 from weft.core.errors import ConfigError, WeftError
 
 CONNECT_TIMEOUT_S = 10.0
@@ -228,20 +229,6 @@ def _with_tier(line: BatchLine, tier: str | None) -> bytes:
     if "priority" not in fields:  # another name for the same
         fields.setdefault("service_tier", Raw(msgspec.json.encode(tier)))
     return msgspec.json.encode(fields)
-
-
-def base_of(url: str) -> str:
-    """The address of a server without ``/v1``. Raises ConfigError."""
-    try:
-        parsed = httpx.URL(url)
-        good = parsed.scheme in ("http", "https") and bool(parsed.host)
-    except (httpx.InvalidURL, ValueError):
-        good = False
-    if not good:
-        raise ConfigError(
-            f"'{url}' is not a server's address, such as http://127.0.0.1:8000.", param="url"
-        )
-    return url.rstrip("/").removesuffix("/v1")
 
 
 def _read(answer: httpx.Response) -> LineAnswer:

@@ -12,25 +12,12 @@ from urllib.parse import urlsplit
 import httptools
 import orjson
 
+from weft.core.addresses import host_of
 from weft.core.errors import ConfigError, WeftError
+from weft.core.event_stream import EventSplitter
 
 CONNECT_TIMEOUT_S = 30.0
 _SHOWN_CHARS = 200
-
-
-def server_address(url: str) -> tuple[str, int]:
-    """Host and port of a server's URL. Raises ConfigError for one that is none."""
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-        host = (parts.hostname or "").encode("idna").decode()
-    except ValueError:
-        parts, port, host = urlsplit(""), None, ""
-    if parts.scheme not in ("http", "https") or not host:
-        raise ConfigError(
-            f"'{url}' is not a server's address, such as http://127.0.0.1:8000.", param="url"
-        )
-    return host, port or (443 if parts.scheme == "https" else 80)
 
 
 def _ignore(*_: object) -> None:
@@ -53,7 +40,7 @@ class TimedAnswer:
         self._parser = httptools.HttpResponseParser(self)
         self._stream = False
         self._bounded = False
-        self._rest = b""
+        self._events = EventSplitter()
         self._now = 0.0
 
     def feed(self, data: bytes, now: float) -> None:
@@ -91,11 +78,8 @@ class TimedAnswer:
         if not self._stream:
             self.body += body
             return
-        *whole, self._rest = (self._rest + body).replace(b"\r\n", b"\n").split(b"\n\n")
-        for event in whole:
-            for line in event.split(b"\n"):
-                if line.startswith(b"data:"):
-                    self._event(line[5:].strip(), self._now)
+        for data in self._events.feed(body):
+            self._event(data, self._now)
 
     def on_message_complete(self) -> None:
         if not self.arrived.done() and self.status >= 200:  # not for 100 Continue
@@ -137,7 +121,7 @@ class LoadClient:
     """
 
     def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
-        self._host, self._port = server_address(url)
+        self._host, self._port = host_of(url)
         parts = urlsplit(url)
         self._secure = parts.scheme == "https"
         path = parts.path.rstrip("/")

@@ -6,12 +6,12 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from weft.bench.client import server_address
 from weft.bench.meters import NOT_MEASURED, CpuMeter, JouleMeter, Meter
 from weft.bench.options import EnergyBench, ServeBench
 from weft.bench.processes import ServerProcesses
 from weft.bench.rapl import Rapl
 from weft.bench.serve import bench_serve
+from weft.core.addresses import host_of
 
 
 def bench_energy(options: EnergyBench, load: ServeBench) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def bench_energy(options: EnergyBench, load: ServeBench) -> dict[str, Any]:
         NotMeasuredError: the server's processes are not found, or not readable.
         WeftError: as ``bench_serve``.
     """
-    processes = ServerProcesses(*server_address(load.url), load.server_pids)
+    processes = ServerProcesses(*host_of(load.url), load.server_pids)
     meters: list[Meter] = [CpuMeter(processes), JouleMeter(Rapl())]
     at_rest = _at_rest(meters, options.rest_s) if options.rest_s else None
     result = bench_serve(load, meters)

@@ -16,12 +16,13 @@ import uvloop
 from tqdm import tqdm
 
 from weft.bench.asking import ask
-from weft.bench.client import LoadClient, first_model, server_address
+from weft.bench.client import LoadClient, first_model
 from weft.bench.load import Load, Stop
 from weft.bench.meters import SAMPLE_S, CpuMeter, Meter, find_processes
 from weft.bench.options import DEFAULT_REQUESTS, ServeBench
 from weft.bench.prompts import PromptMaker
 from weft.bench.stats import Outcome, Slo, summarise
+from weft.core.addresses import host_of
 from weft.core.errors import WeftError
 from weft.workload.arrivals import gamma_times
 from weft.workload.lengths import parse_lengths
@@ -44,7 +45,7 @@ def bench_serve(options: ServeBench, meters: Seq[Meter] | None = None) -> dict[s
     """
     arrivals = None if options.trace is None else read_trace(options.trace)
     if meters is None:
-        meters = [CpuMeter(find_processes(*server_address(options.url), options.server_pids))]
+        meters = [CpuMeter(find_processes(*host_of(options.url), options.server_pids))]
     return uvloop.run(_Bench(options, arrivals, meters).run())
 
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import httpx
 
-from weft.batch.http import CONNECT_TIMEOUT_S, base_of
+from weft.batch.http import CONNECT_TIMEOUT_S
+from weft.core.addresses import base_of
 from weft.core.errors import ConfigError, WeftError
+from weft.core.event_stream import EventSplitter, LongLineError
 from weft.core.inert import inert_line
 
 PATIENCE_S = 10.0  # for an answer that needs no model
-MOST_LINE_BYTES = 64 * 2**20  # of an event
 STREAM = "text/event-stream"
 
 
@@ -176,10 +177,14 @@ class ChatClient:
                     raise self._refusal(answer)
                 if not answer.headers.get("content-type", "").startswith(STREAM):
                     raise ChatRefusedError(f"{self.name} answers, but not with a stream.")
-                async for data in _events(answer.aiter_bytes()):
-                    if data == b"[DONE]":
-                        return
-                    yield _piece(data)
+                events = EventSplitter()
+                async for part in answer.aiter_bytes():
+                    for data in events.feed(part):
+                        if data == b"[DONE]":
+                            return
+                        yield _piece(data)
+        except LongLineError as error:
+            raise ChatRefusedError(error.message) from None
         except httpx.HTTPError as error:
             raise self._lost(error) from None
 
@@ -216,18 +221,6 @@ def _error_of(answer: httpx.Response) -> tuple[str, str]:
 
 def _why(error: httpx.HTTPError) -> str:
     return inert_line(error) or type(error).__name__
-
-
-async def _events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The data of server-sent events. Lines end as the standard says, and not within JSON."""
-    rest = b""
-    async for part in parts:
-        *lines, rest = (rest + part).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                yield line[5:].strip()
-        if len(rest) > MOST_LINE_BYTES:
-            raise ChatRefusedError("The server sends an event without an end.")
 
 
 def _piece(data: bytes) -> AnswerPiece:

@@ -6,6 +6,7 @@ import contextlib
 import ipaddress
 import socket
 from typing import Any
+from urllib.parse import urlsplit
 
 from weft.core.errors import ConfigError, short
 
@@ -32,6 +33,27 @@ def format_address(address: tuple[Any, ...]) -> str:
     """Host and port of a socket's address as ``parse_address`` reads them."""
     host, port = address[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def host_of(url: str) -> tuple[str, int]:
+    """Host and port of a server's URL. Raises ConfigError for one that is none."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+        host = (parts.hostname or "").encode("idna").decode()
+    except ValueError:
+        parts, port, host = urlsplit(""), None, ""
+    if parts.scheme not in ("http", "https") or not host:
+        raise ConfigError(
+            f"'{url}' is not a server's address, such as http://127.0.0.1:8000.", param="url"
+        )
+    return host, port or (443 if parts.scheme == "https" else 80)
+
+
+def base_of(url: str) -> str:
+    """The address of a server without ``/v1``. Raises ConfigError."""
+    host_of(url)
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def leads_to_loopback(host: str) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,9 @@ from weft.core.settings import format_bytes
 
 RECENT_S = 10.0  # from a kill until its process is gone and noticed, at the most
 NO_LIMIT = 2**62  # version 1 says a number near 2**63 where there is none
+# What the message of a RuntimeError says when memory ran out: of torch on a CPU; of CUDA, its
+# driver, Triton and NCCL; of cuBLAS.
+OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 @dataclass(frozen=True)
@@ -180,3 +185,17 @@ def _entry(path: Path, name: str) -> int | None:
         return int(entries[name])
     except (OSError, ValueError, KeyError):
         return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of Python, torch, cuBLAS, Triton or the driver says that memory ran out.
+
+    Not Triton's "out of resource: shared memory": such a kernel does not fit whatever is free.
+    """
+    torch = sys.modules.get("torch")
+    if isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError)):
+        return True
+    if isinstance(error, OSError):  # of pages that are mapped
+        return error.errno == errno.ENOMEM
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(words in text for words in OUT_OF_MEMORY)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from weft.core.config import EngineConfig
 from weft.core.kv_types import cache_dtype
 from weft.core.resolved import ResolvedConfig
-from weft.engine.devices import make_executor
+from weft.engine.executors import make_executor
 from weft.engine.model import ABSENT, find_model, resolve_settings
 from weft.exec.input_batch import InputBatch
 from weft.exec.states import StateStore

@@ -27,15 +27,12 @@ from weft.engine.costs import describe_host_costs, measured_costs
 from weft.engine.devices import (
     Stopwatch,
     allocating,
-    describe_executor,
     device_name,
     is_cpu,
-    kv_memory,
-    make_executor,
-    may_lease,
     pick_device,
     pipelined_steps,
 )
+from weft.engine.executors import describe_executor, kv_memory, make_executor, may_lease
 from weft.engine.halves import choose_halves
 from weft.engine.host_experts import kept_settings, predicted_lines
 from weft.engine.host_tier import counted

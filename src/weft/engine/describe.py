@@ -14,10 +14,11 @@ from weft.core.served import ServedModel
 from weft.core.topology import this_machine
 from weft.engine.build import Engine
 from weft.engine.costs import profile_key
-from weft.engine.devices import describe_executor, device_name, is_cpu
-from weft.engine.host_tier import describe_host_attention
+from weft.engine.devices import device_name, is_cpu
+from weft.engine.executors import describe_executor
+from weft.engine.fitting import describe_disk
+from weft.engine.host_rules import describe_host_attention
 from weft.engine.model import describe_kernels, describe_stages
-from weft.engine.prefix_disk import describe_disk
 from weft.engine.threads import plan_threads
 from weft.engine.weights import stored_weights
 from weft.models.kept_weights import checkpoint_digest

@@ -1,31 +1,17 @@
-"""Selects the device, its memory and its executor."""
+"""Selects the device, and says what is settled by it; loads nothing that runs steps."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, OutOfMemoryError
-from weft.core.memory import available_memory
-from weft.core.ports import Executor
-from weft.core.resolved import ResolvedConfig
-from weft.core.settings import format_bytes
+from weft.core.memory import available_memory, is_out_of_memory
 from weft.engine.driver import has_driver
-from weft.engine.host_tier import cpu_tier, device_attention
-from weft.exec.collect import is_out_of_memory
-from weft.exec.disk_blocks import DiskBlocks
-from weft.exec.eager import EagerExecutor
-from weft.exec.input_batch import InputBatch
-from weft.exec.step_layout import sizes_for
-from weft.exec.store import KVStore, Memory, host_memory
 from weft.kernels.interface import OpTable
-from weft.kernels.lanes import lanes_for
-from weft.kv.disk_cache import DiskCache
-from weft.models.decoder import Decoder
 
 logger = logging.getLogger("weft")
 
@@ -145,37 +131,6 @@ def device_name(device: str) -> str:
     return torch.cuda.get_device_name(device)
 
 
-def kv_memory(decoder: Decoder, nodes: Sequence[int] = ()) -> Memory:
-    """Return what makes the memory of KV for a decoder.
-
-    Any thread reads any block, and a block is written by whoever is first, so that on a CPU the
-    pages lie on all nodes in turns.
-
-    Args:
-        nodes: NUMA nodes of the threads.
-    """
-    if decoder.on_numpy:
-        return partial(host_memory, nodes=nodes)
-    from weft.exec.device import tensor_memory
-
-    return tensor_memory(decoder.device)
-
-
-def describe_executor(executor: Executor) -> str:
-    """A readable description of how steps run."""
-    captured = getattr(executor, "captured", None)  # of a graph executor
-    if captured is None:
-        words = "eager" if executor.depth else "eager, on the thread that plans"
-        return f"{words}, decoding by the resident loop" if may_lease(executor) else words
-    described = f"{captured} captured graphs" if captured else "uncaptured"
-    return described + ", replayed under leases" * may_lease(executor)
-
-
-def may_lease(executor: Executor) -> bool:
-    """Whether plans for this executor may lease their rows."""
-    return bool(getattr(executor, "resident", False))
-
-
 def is_resident(config: EngineConfig, device: str) -> bool:
     """Whether steps are leased to the resident loop; see ``resident`` in the settings."""
     wanted = config.resident == "on" or (config.resident == "auto" and is_cpu(device))
@@ -201,68 +156,3 @@ def pipelined_steps(config: EngineConfig) -> int:
     if config.pipeline_parallel == 1:
         return 0
     return max(1, steps_in_flight(config, config.device))
-
-
-def make_executor(
-    config: EngineConfig,
-    resolved: ResolvedConfig,
-    decoder: Decoder,
-    store: KVStore,
-    table: InputBatch,
-    disk: DiskCache | None = None,
-) -> Executor:
-    """Return the executor for the device where the model lies.
-
-    Raises:
-        OutOfMemoryError: the host has no memory for its KV.
-        HostWorkerError: nobody can attend there, as is asked for.
-        ConfigError: a resident loop is asked for, which the kernels do not have.
-    """
-    host_tier = allocating(
-        f"the KV of the host ({format_bytes(config.host_kv_memory or 0)})",
-        "set host_kv_memory to less",
-        decoder.ops,
-    )
-    if is_cpu(decoder.device):
-        with host_tier:
-            tier = cpu_tier(config, resolved, decoder, store, table)
-        blocks = None if disk is None else DiskBlocks(store, disk)
-        depth = steps_in_flight(config, decoder.device)
-        resident = is_resident(config, decoder.device)
-        executor = EagerExecutor(decoder, store, table, depth, tier, blocks, resident=resident)
-        if config.resident == "on" and not executor.resident:
-            executor.close()
-            raise ConfigError(
-                "resident 'on' needs the native kernels for all layers and the output head, and "
-                f"this model runs with {decoder.ops.describe()['linear']}; leave it at 'auto'.",
-                param="resident",
-            )
-        return executor
-    from weft.exec.absent import AbsentDevice
-    from weft.exec.device import CudaDevice, Device
-    from weft.exec.device_tier import device_tier
-    from weft.exec.graphs import GraphExecutor
-    from weft.exec.halves_pass import HalvesSetup
-    from weft.exec.setup import Steps
-
-    halves = None
-    if resolved.half_sizes is not None:
-        halves = HalvesSetup(resolved.half_sizes, resolved.attention_programs)
-    pairs = halves is not None or config.overlaps  # each of which is captured with each
-    steps = Steps(
-        max_tokens=resolved.max_num_batched_tokens,
-        max_samples=resolved.max_num_seqs * (1 + config.speculation),
-        depth=steps_in_flight(config, decoder.device),
-        capture=config.graphs,
-        sizes=sizes_for(resolved.max_num_seqs, 0 if pairs else resolved.max_num_batched_tokens),
-        lanes=lanes_for(resolved.max_num_seqs),
-        leases=is_resident(config, decoder.device),
-        halves=halves,
-    )
-    device: Device = AbsentDevice()
-    if decoder.device != AbsentDevice.where.type:
-        device = CudaDevice(decoder.device)
-    with host_tier:
-        attend = device_attention(config, decoder, table)
-        tier = device_tier(store, resolved.host_blocks, device, attend, overlaps=config.overlaps)
-    return GraphExecutor(decoder, store, table, device, steps, tier)

@@ -10,7 +10,7 @@ from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError
 from weft.core.ports import Inbox
 from weft.engine.build import build_engine
-from weft.engine.devices import describe_executor
+from weft.engine.executors import describe_executor
 from weft.engine.loop import EngineLoop
 from weft.engine.machine import WallClock
 from weft.kernels.cpu._native import Stamps

@@ -9,7 +9,6 @@ from weft.core.addresses import leads_to_loopback, parse_address
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError
 from weft.core.resolved import ResolvedConfig
-from weft.core.schedulers import SCHEDULERS
 from weft.core.sealed import read_key
 from weft.core.topology import this_machine
 from weft.engine.threads import plan_threads
@@ -19,46 +18,9 @@ from weft.exec.places import link_places
 from weft.exec.store import KVStore
 from weft.exec.tiers import HostTier
 from weft.kernels.cpu.blocks import copy_blocks
-from weft.kernels.interface import OpTable
-from weft.kernels.lanes import MOST_ROWS
 from weft.kv.pool import fullest
 from weft.kv.tiers import TieredCache
 from weft.models.decoder import Decoder
-from weft.models.spec import ModelSpec
-
-
-def check_attends_on_host(config: EngineConfig, spec: ModelSpec, ops: OpTable) -> None:
-    """Check that the host can attend to rows of a model, if it is to.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    if not config.attends_on_host:
-        return
-    kernel = ops.describe()["paged_attention"]
-    if spec.states is not None:
-        why = "rows of the host would need the states of its recurrent layers there"
-    elif spec.latent is not None:
-        why = "all heads of its attention read one latent row (MLA), which the host does not know"
-    elif config.piggybacks and not spec.rows_exchangeable:
-        why = "its per-layer inputs belong to the step in which a token begins"
-    elif kernel == "triton" and config.attend:
-        why = "lanes of captured steps reach no remote places yet; leave attend out"
-    elif kernel == "triton" and config.tensor_parallel > 1:
-        why = "lanes of captured steps do not agree over ranks yet"
-    elif kernel == "triton" and config.host_process:
-        why = "memory that a process attends in is not pinned for a GPU yet; turn host_process off"
-    elif kernel == "triton" and config.piggybacks and config.max_num_seqs > MOST_ROWS:
-        why = f"steps of a GPU look through {MOST_ROWS} sequences; lower max_num_seqs"
-    elif kernel not in ("cpu", "triton"):
-        why = f"its attention is computed by kernels {kernel}, that of the host by kernels cpu"
-    else:
-        return
-    raise ConfigError(
-        f"Scheduler {config.scheduler} cannot serve this model here: {why}. Choose scheduler "
-        f"{SCHEDULERS[config.scheduler].policy}.",
-        param="scheduler",
-    )
 
 
 def cpu_tier(
@@ -124,21 +86,6 @@ def _accesses(config: EngineConfig) -> list[PlaceAccess]:
                 param="attend_key_file",
             )
     return [PlaceAccess(address, key, config.attend_timeout_s) for address in config.attend]
-
-
-def describe_host_attention(config: EngineConfig) -> str:
-    """Who attends on the host, as a sentence; empty if nobody does."""
-    if not config.attends_on_host:
-        return ""
-    count = config.num_host_threads
-    threads = f"{count} thread{'' if count == 1 else 's'}"
-    where = "process weft-host" if config.host_process else "the engine's process"
-    if config.tensor_parallel > 1:
-        where = "a process weft-host of each rank" if config.host_process else "each rank's process"
-    who = "best effort that gives way decodes" if config.piggybacks else "what gives way decodes"
-    attends = "attends" if count == 1 else "attend"
-    others = f", then {' and '.join(config.attend)}" if config.attend else ""
-    return f"{who} on the host: {threads} of {where} {attends} there{others}"
 
 
 def counted(attention: HostAttention, tiers: TieredCache) -> dict[str, int]:

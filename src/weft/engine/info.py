@@ -10,27 +10,22 @@ from typing import Any
 
 from weft import __version__
 from weft.core.config import EngineConfig
-from weft.core.errors import OutOfMemoryError, ProfileError, TokenizerError
-from weft.core.kv_split import bytes_of
-from weft.core.resolved import largest_context, resolve
+from weft.core.errors import ProfileError, TokenizerError
 from weft.core.schedulers import SCHEDULERS
 from weft.core.settings import format_bytes
 from weft.core.topology import this_machine
 from weft.cost.fit import profile_path
 from weft.engine.costs import describe_host_costs, measured_costs, profile_key
 from weft.engine.devices import device_name, free_memory, is_cpu
+from weft.engine.fitting import memory_facts
 from weft.engine.halves import choose_halves
-from weft.engine.host_experts import predicted_lines
-from weft.engine.host_tier import describe_host_attention
 from weft.engine.machine import cpu_name, usable_cores
 from weft.engine.model import (
     Model,
-    check_host_memory,
     describe_kernels,
     describe_stages,
     find_model,
 )
-from weft.engine.prefix_disk import describe_disk
 from weft.engine.threads import plan_threads
 from weft.models.layout import num_parameters
 from weft.models.spec import ModelSpec
@@ -143,40 +138,6 @@ def _model_facts(config: EngineConfig, model: Model) -> dict[str, Any]:
         "tokenizer": encoder,
         "served_for": model.pooling.describe(),
     }
-
-
-def memory_facts(config: EngineConfig, model: Model) -> dict[str, Any]:
-    """The memory that a model takes, whether it fits, and for which sequences."""
-    facts = model.facts
-    memory: dict[str, Any] = {
-        "weight_bytes": facts.weight_bytes,
-        "workspace_bytes": facts.workspace_bytes,
-        "pinned_bytes": facts.pinned_bytes,
-        "kv_dtype": config.kv_name(model.dtype),
-        "kv_bytes_per_token": sum(group.bytes_per_token for group in facts.groups),
-        "state_bytes": facts.state_bytes,
-        "largest_context": largest_context(config, facts),
-        "host_weight_bytes": facts.host_weight_bytes,
-        "host_experts": predicted_lines(config, model, device_name(model.device)),
-    }
-    try:
-        resolved = resolve(config, facts)
-        check_host_memory(config, model, resolved)
-        memory |= {
-            "fits": True,
-            "kv_bytes": resolved.kv_bytes,
-            "state_slots": resolved.state_slots,
-            "host_kv_bytes": bytes_of(config, facts, resolved.host_blocks)
-            + resolved.host_slots * facts.state_bytes
-            if resolved.host_blocks
-            else 0,
-            "host_attention": describe_host_attention(config),
-            "kv_disk": describe_disk(config),
-            "max_model_len": resolved.max_model_len,
-        }
-    except OutOfMemoryError as error:
-        memory |= {"fits": False, "reason": error.message}
-    return memory
 
 
 def format_info(info: dict[str, Any]) -> str:

@@ -25,7 +25,7 @@ from weft.core.settings import format_bytes
 from weft.engine.devices import free_memory, is_cpu, is_resident, pick_device, steps_in_flight
 from weft.engine.encoders import check_encodes, step_tokens
 from weft.engine.host_experts import check_fits_host, place_experts
-from weft.engine.host_tier import check_attends_on_host
+from weft.engine.host_rules import check_attends_on_host
 from weft.engine.machine import has_fast_bfloat16
 from weft.engine.pooling import find_pooling
 from weft.engine.recurrent import check_recurrent

@@ -57,13 +57,6 @@ def open_prefix_disk(
     return DiskCache(files, sizes, writing_bytes=max(WRITING_BYTES, STATES_WRITING * max(sizes)))
 
 
-def describe_disk(config: EngineConfig) -> str:
-    """Where prefixes are kept on disk, and how much of them; empty if they are not."""
-    if config.kv_disk is None:
-        return ""
-    return f"cached prefixes kept in {config.kv_disk}, {format_bytes(config.kv_disk_size)} at most"
-
-
 def kv_identity(config: EngineConfig, resolved: ResolvedConfig, model: Model) -> bytes:
     """A digest of all that the KV of given tokens depends on."""
     parts = {

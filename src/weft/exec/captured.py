@@ -17,7 +17,7 @@ from functools import partial
 from itertools import product
 
 from weft.core.errors import InvariantError, OutOfMemoryError
-from weft.exec.collect import is_out_of_memory
+from weft.core.memory import is_out_of_memory
 from weft.exec.device import Device, Replay
 from weft.exec.functions import StepFunctions
 from weft.exec.halves_pass import HalvesPass

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import sys
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from itertools import compress
@@ -18,6 +16,7 @@ from weft.core.errors import (
     OutOfMemoryError,
     WeftError,
 )
+from weft.core.memory import is_out_of_memory
 from weft.core.plan import LeasedTokens, PlaceStatus, PromptLogprobs, StepResult, SubBatch
 from weft.core.ports import Lease
 from weft.core.types import TokenLogprob
@@ -29,10 +28,6 @@ from weft.kernels.arrays import Array, to_numpy
 from weft.kernels.cpu.decode import Decoded
 from weft.kernels.sampling import count_taken
 from weft.models.decoder import Decoder
-
-# What the message of a RuntimeError says when memory ran out: of torch on a CPU; of CUDA, its
-# driver, Triton and NCCL; of cuBLAS.
-OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 class ToldOfGuests(Protocol):
@@ -357,17 +352,3 @@ def split_rows(batch: SubBatch) -> list[SubBatch]:
             zip(batch.rows, batch.starts, batch.counts, batch.samples, strict=True)
         )
     ]
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of Python, torch, cuBLAS, Triton or the driver says that memory ran out.
-
-    Not Triton's "out of resource: shared memory": such a kernel does not fit whatever is free.
-    """
-    torch = sys.modules.get("torch")
-    if isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError)):
-        return True
-    if isinstance(error, OSError):  # of pages that are mapped
-        return error.errno == errno.ENOMEM
-    text = str(error)
-    return isinstance(error, RuntimeError) and any(words in text for words in OUT_OF_MEMORY)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from weft.core.errors import WeftError
 from weft.models.hub import OTHER_PARTS
-from weft.models.spec_reader import read_spec
 from weft.models.weight_files import SUFFIX, is_later_part, weight_files
 
 OLLAMA_WEIGHTS = "application/vnd.ollama.image.model"  # the media type of a manifest's GGUF file
@@ -43,6 +42,8 @@ class FoundModel:
 
     def problem(self) -> str:
         """Why weft does not serve it; empty if its config is one that weft runs."""
+        from weft.models.spec_reader import read_spec  # knows all families; often nothing is found
+
         try:
             read_spec(self.path)
         except (OSError, WeftError) as error:
