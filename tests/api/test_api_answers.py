@@ -21,7 +21,7 @@ from weft.api import (
     decode_body,
     describe_error,
     detokenize,
-    model_list,
+    model_entries,
     tokenize,
 )
 from weft.core.errors import InvariantError, OutOfMemoryError, WeftError
@@ -330,8 +330,9 @@ def test_bugs_show_nothing_of_their_inside(valid):
 
 
 def test_models(builder, valid):
-    valid("ListModelsResponse", model_list(builder.card))
-    assert [m["id"] for m in model_list(builder.card)["data"]] == ["builtin", "org/other"]
+    entries = model_entries(builder.card)
+    valid("ListModelsResponse", {"object": "list", "data": entries})
+    assert [m["id"] for m in entries] == ["builtin", "org/other"]
 
 
 def test_tokenize_and_back(builder):

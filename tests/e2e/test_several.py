@@ -218,6 +218,33 @@ def test_a_batch_is_answered_by_the_model_of_its_lines(several):
     assert body["model"] == "tiny"
 
 
+def messages(*names: str) -> dict[str, list[dict[str, object]]]:
+    """A batch of messages for models."""
+    said = {"max_tokens": 4, "messages": [{"role": "user", "content": "Hi"}]}
+    params = ({"model": name, **said} for name in names)
+    return {"requests": [{"custom_id": f"r{at}", "params": one} for at, one in enumerate(params)]}
+
+
+def test_a_batch_of_messages_is_answered_by_the_model_of_its_requests(several):
+    url = f"{several.url}/v1/messages/batches"
+    for query in ({}, {"model": "b"}):
+        made = httpx.post(url, json=messages("b", "b:latest"), params=query, timeout=START_S)
+        assert made.status_code == 200, made.text
+        one = f"{url}/{made.json()['id']}"
+        eventually(lambda one=one: httpx.get(one).json()["processing_status"] == "ended", START_S)
+        lines = [json.loads(line)["result"] for line in httpx.get(f"{one}/results").iter_lines()]
+        assert [line["type"] for line in lines] == ["succeeded", "succeeded"], lines
+        assert {line["message"]["model"] for line in lines} == {"b", "b:latest"}
+    for query, names in (({}, ("b", "b", "a")), ({"model": "a"}, ("a", "b"))):
+        mixed = httpx.post(url, json=messages(*names), params=query, timeout=START_S)
+        assert mixed.status_code == 400, mixed.text
+        said = mixed.json()["error"]["message"]
+        assert f"requests[{len(names) - 1}] is for '{names[-1]}'" in said
+    unknown = httpx.post(url, json=messages("none"), timeout=START_S)
+    assert unknown.status_code == 200  # each request has an error of its own
+    assert httpx.post(url, content=b'{"requests": [{]', timeout=START_S).status_code in (400, 415)
+
+
 @pytest.fixture
 def keys(tmp_path) -> list[str]:
     path = tmp_path / "keys"

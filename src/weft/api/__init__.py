@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from weft.api.errors import describe_error
     from weft.api.jobs import Builder, Job
     from weft.api.logprobs import TokenTexts
-    from weft.api.responses import Collector, model_list, model_object
+    from weft.api.responses import Collector, model_entries, model_object
     from weft.api.rules import Notes
     from weft.api.tokens import detokenize, tokenize
 
@@ -37,7 +37,7 @@ __all__ = [
     "decode_body",
     "describe_error",
     "detokenize",
-    "model_list",
+    "model_entries",
     "model_object",
     "tokenize",
 ]
@@ -60,7 +60,7 @@ _HOMES = {
     "decode_body": "decoding",
     "describe_error": "errors",
     "detokenize": "tokens",
-    "model_list": "responses",
+    "model_entries": "responses",
     "model_object": "responses",
     "tokenize": "tokens",
 }

@@ -396,6 +396,25 @@ class MessageBatchList(Struct, kw_only=True):
     last_id: str | None
 
 
+class MessageModel(Struct, kw_only=True):
+    """A served name for Anthropic's clients; its context is known once it was awake."""
+
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"]
+    max_input_tokens: int | None
+    max_tokens: int | None
+
+
+class MessageModelList(Struct, kw_only=True):
+    data: list[MessageModel]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
 class DeletedMessageBatch(Struct, kw_only=True):
     id: str
     type: Literal["message_batch_deleted"]

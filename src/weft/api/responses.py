@@ -173,6 +173,6 @@ def model_object(name: str, card: ModelCard) -> dict[str, Any]:
     }
 
 
-def model_list(card: ModelCard) -> dict[str, Any]:
-    """The answer of ``/v1/models``."""
-    return {"object": "list", "data": [model_object(name, card) for name in card.served_names]}
+def model_entries(card: ModelCard) -> list[dict[str, Any]]:
+    """The entries of ``/v1/models``."""
+    return [model_object(name, card) for name in card.served_names]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -11,6 +10,7 @@ import orjson
 from msgspec import Raw, Struct
 
 from weft.api.message_answers import error_of
+from weft.api.message_lists import moment
 from weft.batch.journal import GIVEN_UP
 from weft.batch.records import UNFINISHED, BatchRecord
 
@@ -64,10 +64,7 @@ def _counts(record: BatchRecord, over: bool) -> dict[str, int]:
 
 
 def _moment(seconds: int | None) -> str | None:
-    """A time in the form of RFC 3339."""
-    if seconds is None:
-        return None
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return None if seconds is None else moment(seconds)
 
 
 class _AnswerPart(Struct):

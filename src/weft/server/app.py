@@ -25,7 +25,7 @@ from weft.api import (
     TokenizeBody,
     decode_body,
     detokenize,
-    model_list,
+    model_entries,
     model_object,
     tokenize,
 )
@@ -59,6 +59,8 @@ from weft.server.message_batches import message_batch_routes
 from weft.server.messages import PATH as MESSAGES
 from weft.server.messages import anthropic_error, message_routes
 from weft.server.metrics import CONTENT_TYPE
+from weft.server.model_lists import PATH as MODELS
+from weft.server.model_lists import VERSION, model_list_response, model_response
 from weft.server.ollama import PATH as OLLAMA
 from weft.server.ollama import ollama_error, ollama_routes
 from weft.server.options import ServerOptions
@@ -77,7 +79,11 @@ from weft.server.usage_store import UsageStore
 from weft.text import ChatTemplate, Tokenizer
 
 METRICS = "/metrics"
-ERROR_FORMS = {MESSAGES: anthropic_error, OLLAMA: ollama_error}
+ERROR_FORMS = {
+    (MESSAGES, ""): anthropic_error,
+    (MODELS, VERSION): anthropic_error,
+    (OLLAMA, ""): ollama_error,
+}
 
 
 def create_app(
@@ -170,7 +176,7 @@ class ModelParts:
         service: Service,
         common: Common,
         targets: TargetBoard | None,
-        others: Iterable[str] = (),
+        others: Seq[str] = (),
     ) -> None:
         options = common.options
         self.service = service
@@ -189,7 +195,7 @@ class ModelParts:
             *target_routes(service, targets),
             *file_routes(service, common.data),
             *batch_routes(service, common.data),
-            *message_batch_routes(service, common.data),
+            *message_batch_routes(service, common.data, others),
             *loom_routes(service, common.data, common.keys),
         ]
 
@@ -305,8 +311,8 @@ def _routes(handlers: _PlainHandlers) -> list[Route]:
         return Route(path, handler, methods=[method])
 
     return [
-        route("/v1/models", "GET", handlers.models),
-        route("/v1/models/{name:path}", "GET", handlers.model),
+        route(MODELS, "GET", handlers.models),
+        route(f"{MODELS}/{{name:path}}", "GET", handlers.model),
         route("/tokenize", "POST", handlers.tokenize),
         route("/detokenize", "POST", handlers.detokenize),
         route("/health", "GET", handlers.health),
@@ -354,12 +360,13 @@ class _PlainHandlers:
         self._service = service
         self._description = b""
 
-    async def models(self, _: Request) -> Response:
-        return json_response(model_list(self._service.builder.card))
+    async def models(self, request: Request) -> Response:
+        return model_list_response(request, model_entries(self._service.builder.card))
 
     async def model(self, request: Request) -> Response:
         card = self._service.builder.card
-        return json_response(model_object(check_model(request.path_params["name"], card), card))
+        entry = model_object(check_model(request.path_params["name"], card), card)
+        return model_response(request, entry)
 
     async def tokenize(self, request: Request) -> Response:
         service = self._service

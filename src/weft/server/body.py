@@ -74,9 +74,7 @@ class BodyPieces:
                 self.complete = True
                 return
             except TimeoutError:
-                raise BodyTooSlowError(
-                    f"Nothing more of the body came for {self._patience_s:g} s."
-                ) from None
+                raise BodyTooSlowError.silent(self._patience_s) from None
             except ClientDisconnect:
                 raise HTTPException(400) from None
             yield piece

@@ -20,12 +20,13 @@ class ErrorForms:
     """Gives errors under some paths another form than OpenAI's.
 
     Args:
-        forms: by the path that they stand under.
+        forms: by the path that they stand under, and a header that the request must have; "" for
+            all requests.
     """
 
-    def __init__(self, app: ASGIApp, forms: Mapping[str, ErrorForm]) -> None:
+    def __init__(self, app: ASGIApp, forms: Mapping[tuple[str, str], ErrorForm]) -> None:
         self._app = app
-        self._forms = {f"{path}/": form for path, form in forms.items()}
+        self._forms = [(f"{path}/", name.encode(), form) for (path, name), form in forms.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         form = self._form_of(scope) if scope["type"] == "http" else None
@@ -43,8 +44,9 @@ class ErrorForms:
 
     def _form_of(self, scope: Scope) -> ErrorForm | None:
         path = f"{inner_path(scope)}/"
-        for under, form in self._forms.items():
-            if path.startswith(under):
+        for under, header, form in self._forms:
+            asked = not header or any(name == header for name, _ in scope["headers"])
+            if asked and path.startswith(under):
                 return form
         return None
 

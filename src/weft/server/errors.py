@@ -39,6 +39,10 @@ class BodyTooSlowError(WeftError):
     http_status = 408
     code = "request_timeout"
 
+    @classmethod
+    def silent(cls, patience_s: float) -> BodyTooSlowError:
+        return cls(f"Nothing more of the body came for {patience_s:g} s.")
+
 
 class ShuttingDownError(WeftError):
     """The server takes no more requests, or gave up waiting for this one."""

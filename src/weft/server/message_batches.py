@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
 import orjson
@@ -18,7 +18,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from weft.api import decode_body
+from weft.api.message_lists import check_cursors, page_object
 from weft.api.rules import Notes
+from weft.api.sampling import LATEST
 from weft.batch.demand import sample_demand
 from weft.batch.errors import BatchNotFoundError, BatchNotOverError, check_kind
 from weft.batch.folder import Upload
@@ -61,15 +63,33 @@ class MessageRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     params: Raw
 
 
+class _Params(Struct):
+    """What is read of a request at once."""
+
+    model: Any = None
+
+
+class MixedModelsError(ParameterError):
+    """The requests of a batch name several models of the server."""
+
+    code = "mixed_models"
+
+
 class MessageBatchBody(Struct, forbid_unknown_fields=True, kw_only=True):
     """Body of ``POST /v1/messages/batches``, after its requests were taken out."""
 
     requests: Annotated[list[Raw], Meta(max_length=0)]
 
 
-def message_batch_routes(service: Service, data: DataFolder) -> list[Route]:
-    """The routes of message batches."""
-    handlers = _MessageBatchHandlers(service, data)
+def message_batch_routes(
+    service: Service, data: DataFolder, others: Iterable[str] = ()
+) -> list[Route]:
+    """The routes of message batches.
+
+    Args:
+        others: names of the other models of the server.
+    """
+    handlers = _MessageBatchHandlers(service, data, frozenset(others))
     one = f"{PATH}/{{batch_id}}"
     return [
         Route(PATH, handlers.create, methods=["POST"]),
@@ -84,9 +104,10 @@ def message_batch_routes(service: Service, data: DataFolder) -> list[Route]:
 class _MessageBatchHandlers:
     """One method for each route."""
 
-    def __init__(self, service: Service, data: DataFolder) -> None:
+    def __init__(self, service: Service, data: DataFolder, others: frozenset[str]) -> None:
         self._service = service
         self._data = data
+        self._others = others
 
     async def create(self, request: Request) -> Response:
         service, options, owner = self._service, self._service.options, current_owner()
@@ -101,7 +122,7 @@ class _MessageBatchHandlers:
             try:
                 _check_length(request, options.max_file_bytes + MAX_REST_BYTES)
                 upload = await self._data.run(lambda store: store.begin_upload(owner, more))
-                spool = RequestSpool(upload, service, service.notes())
+                spool = RequestSpool(upload, service, service.notes(), self._others)
                 await _pour(body, spool)
                 await asyncio.to_thread(upload.keep)
                 record = await self._queue(upload, owner, spool.count)
@@ -141,8 +162,7 @@ class _MessageBatchHandlers:
         query, owner = request.query_params, current_owner()
         limit = page_limit(query.get("limit"), DEFAULT_BATCHES, MOST_BATCHES)
         after, before = query.get("after_id"), query.get("before_id")
-        if after is not None and before is not None:
-            raise ParameterError("Give after_id or before_id, not both.", param="before_id")
+        check_cursors(after, before)
         page = await self._data.run(
             lambda store: store.list_batches(
                 owner, prefix=MESSAGES_PREFIX, after=after, before=before, limit=limit
@@ -153,10 +173,7 @@ class _MessageBatchHandlers:
             for record in page.records
             if isinstance(record, BatchRecord)
         ]
-        first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-        return json_response(
-            {"data": data, "has_more": page.has_more, "first_id": first, "last_id": last}
-        )
+        return json_response(page_object(data, has_more=page.has_more))
 
     async def retrieve(self, request: Request) -> Response:
         return self._shown(await self._find(request), request)
@@ -195,13 +212,20 @@ class _MessageBatchHandlers:
 class RequestSpool:
     """Writes the requests of a body into an input file of batches, as they come.
 
+    Args:
+        others: names of models that none of them may name.
+
     Attributes:
         count: requests so far.
     """
 
-    def __init__(self, upload: Upload, service: Service, notes: Notes) -> None:
+    def __init__(
+        self, upload: Upload, service: Service, notes: Notes, others: frozenset[str]
+    ) -> None:
         options = service.options
         self.count = 0
+        self._name = service.builder.card.served_names[0]
+        self._others = others
         self._upload = upload
         self._notes = notes
         self._left = self._most = options.max_file_bytes
@@ -240,6 +264,8 @@ class RequestSpool:
         if not params.startswith(b"{"):
             name = f"{at}.params"
             raise ParameterError(f"'{name}' is wrong: expected object.", param=name)
+        if self._others:
+            self._check_model(params, at)
         digest = blake2b(body.custom_id.encode(), digest_size=16).digest()
         if digest in self._ids:
             message = f"An earlier request has the custom_id of {at}, '{body.custom_id}'."
@@ -254,6 +280,18 @@ class RequestSpool:
             },
             option=orjson.OPT_APPEND_NEWLINE,
         )
+
+    def _check_model(self, params: bytes, at: str) -> None:
+        try:
+            model = msgspec.json.decode(params, type=_Params).model
+        except (msgspec.DecodeError, RecursionError):
+            return  # it has an error of its own when it is its turn
+        if isinstance(model, str) and self._others & {model, model.removesuffix(LATEST)}:
+            raise MixedModelsError(
+                f"A batch is for one model, here '{self._name}', and {at} is for '{model}'; send a "
+                "batch for each model.",
+                param=f"{at}.params.model",
+            )
 
 
 def _one_line(params: bytes) -> bytes:

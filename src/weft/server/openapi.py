@@ -14,6 +14,7 @@ from weft.api.schemas import Schemas
 from weft.server.auth import KEYLESS_PATHS
 from weft.server.front_page import NAMED, UNDER
 from weft.server.messages import PATH as MESSAGES
+from weft.server.model_lists import PATH as MODELS
 from weft.server.ollama import PATH as OLLAMA
 from weft.server.operations import OPERATIONS, TAGS, Operation, bodies_of, stream_of
 
@@ -24,7 +25,11 @@ Requests choose a service class by `service_tier` or the header `x-weft-class`. 
 no effect are named in the header `x-weft-ignored` of the answer; parameters that would change it
 and are not supported are refused. A server with API keys demands one on every path but those that
 say otherwise."""
-_ERRORS: dict[str, type[Struct]] = {MESSAGES: MessagesErrorAnswer, OLLAMA: OllamaErrorAnswer}
+_ERRORS: dict[str, tuple[type[Struct], ...]] = {
+    MESSAGES: (MessagesErrorAnswer,),
+    MODELS: (ErrorAnswer, MessagesErrorAnswer),
+    OLLAMA: (OllamaErrorAnswer,),
+}
 _PAGE = {"/", NAMED, f"{UNDER}/{{name}}"}
 _HEADERS = {
     "x-request-id": "Identifies the request in the server's log.",
@@ -140,9 +145,9 @@ class _Writer:
 
     def _error(self) -> dict[str, Any]:
         """The schema of errors, whose form belongs to the path."""
-        for under, kind in _ERRORS.items():
+        for under, kinds in _ERRORS.items():
             if f"{self._path}/".startswith(f"{under}/"):
-                return self._schemas.ref(kind)
+                return self._one_of(kinds)
         return self._schemas.ref(ErrorAnswer)
 
     def _one_of(self, kinds: tuple[Any, ...]) -> dict[str, Any]:

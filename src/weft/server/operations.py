@@ -17,7 +17,7 @@ from weft.api.ollama_models import ModelBody
 from weft.api.response_body import ResponseBody
 from weft.api.score_bodies import RerankBody, ScoreBody, TextsBody
 from weft.batch.records import UPLOADED
-from weft.server import batches, message_batches
+from weft.server import batches, message_batches, model_lists
 from weft.server.files import EXPIRY_S, MOST_FILES
 from weft.server.metrics import CONTENT_TYPE
 from weft.server.ollama import STORE_PATHS
@@ -83,6 +83,10 @@ def _limit(default: int, most: int) -> Query:
     return Query("limit", kind, f"Entries of a page; {default} by default.")
 
 
+CURSORS = (
+    Query("after_id", str, "The last id of the page before."),
+    Query("before_id", str, "The first id of the page after."),
+)
 AFTER = Query("after", str, "The id of the last entry of the page before.")
 MODEL = Query("model", str, "Of several models, the one that is meant; the first by default.")
 ORDER = Query("order", Order, "By age; the newest first by default.")
@@ -214,8 +218,7 @@ _OF_MESSAGES = {
         (answers.MessageBatchList,),
         query=(
             _limit(message_batches.DEFAULT_BATCHES, message_batches.MOST_BATCHES),
-            Query("after_id", str, "The last id of the page before."),
-            Query("before_id", str, "The first id of the page after."),
+            *CURSORS,
         ),
     ),
     "GET /v1/messages/batches/{batch_id}": Operation(
@@ -283,8 +286,15 @@ _OF_BATCHES = {
     "POST /v1/batches/{batch_id}/cancel": Operation(BATCHED, "End a batch early", _BATCH),
 }
 _OF_MODELS = {
-    "GET /v1/models": Operation(MODELS, "The served names", (server_answers.ModelList,)),
-    "GET /v1/models/{name}": Operation(MODELS, "One served name", (server_answers.ModelEntry,)),
+    "GET /v1/models": Operation(
+        MODELS,
+        "The served names; in Anthropic's form, and by pages, with the header anthropic-version",
+        (server_answers.ModelList, answers.MessageModelList),
+        query=(_limit(model_lists.DEFAULT_MODELS, model_lists.MOST_MODELS), *CURSORS),
+    ),
+    "GET /v1/models/{name}": Operation(
+        MODELS, "One served name", (server_answers.ModelEntry, answers.MessageModel)
+    ),
     "POST /v1/models/load": Operation(
         MODELS, "Wake a model; with several", (server_answers.ModelState,), (OrderBody,)
     ),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -34,16 +36,19 @@ from weft.server.auth import OPENAPI
 from weft.server.batches import PATH as BATCHES
 from weft.server.batches import BatchBody
 from weft.server.body import read_body
-from weft.server.errors import json_response
+from weft.server.errors import BodyTooSlowError, json_response
 from weft.server.exchange import current_owner, inner_path
+from weft.server.listsplit import ListSplitter
 from weft.server.loom import PATH as LOOM
 from weft.server.message_batches import PATH as MESSAGE_BATCHES
 from weft.server.metrics import CONTENT_TYPE
+from weft.server.model_lists import PATH as MODELS
+from weft.server.model_lists import model_list_response, model_response
 from weft.server.models import Held, Models, PlaneModel
 from weft.server.service import DisconnectedError
 from weft.server.targets import PATH as TARGETS
 
-ORDERS = {"/v1/models/load": LOAD, "/v1/models/unload": UNLOAD}
+ORDERS = {f"{MODELS}/load": LOAD, f"{MODELS}/unload": UNLOAD}
 # Requests that an engine has to answer.
 WAKING = frozenset({
     *(("POST", row.path) for row in ENDPOINTS.values()),
@@ -73,6 +78,12 @@ class _FirstLine(Struct):
     """A line of a batch."""
 
     body: _ModelNames | None = None
+
+
+class _FirstRequest(Struct):
+    """A request of a batch of messages."""
+
+    params: _ModelNames | None = None
 
 
 class OrderBody(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -110,8 +121,8 @@ class _Handlers:
 
     def routes(self) -> list[Route]:
         gets: dict[str, Callable[[Request], Awaitable[Response]]] = {
-            "/v1/models": self.list,
-            "/v1/models/{name:path}": self.show,
+            MODELS: self.list,
+            f"{MODELS}/{{name:path}}": self.show,
             "/api/tags": self.tags,
             "/api/ps": self.running,
             "/ready": self.ready,
@@ -135,12 +146,18 @@ class _Handlers:
         wakes = (method, path) in WAKING
         if method == "POST" and path in (*NAMING, BATCHES):
             body = await read_body(Request(scope, receive), self._options)
-            receive = _replayed(body, receive)
+            whole: Message = {"type": "http.request", "body": body, "more_body": False}
+            receive = _replayed([whole], receive)
             in_body = path in NAMING
             model = self._model_in(body) if in_body else await self._model_of_batch(body)
         else:
             named = Request(scope).query_params.get("model")
-            model = self._models.find(named) if named else self._models.known()
+            if named:
+                model = self._models.find(named)
+            elif (method, path) == ("POST", MESSAGE_BATCHES):
+                model, receive = await self._model_of_messages(receive)
+            else:
+                model = self._models.known()
             if model.parts is None and (method, path) not in LOADING:
                 if (method, path) in SHOWING:
                     raise model.refused or _not_loaded(model)
@@ -184,8 +201,33 @@ class _Handlers:
             line = msgspec.json.decode(await self._common.data.run(first_line), type=_FirstLine)
         except (WeftError, OSError, msgspec.DecodeError, RecursionError):
             return self._models.known()  # whose handler says what is wrong
+        return self._of_first(line.body)
+
+    async def _model_of_messages(self, receive: Receive) -> tuple[PlaneModel, Receive]:
+        """The model of the first request of a batch of messages, and what gives its body again.
+
+        Raises:
+            BodyTooSlowError: that request was not there in time.
+        """
+        splitter = ListSplitter("requests", self._options.max_body_bytes)
+        seen: list[Message] = []
+        first: bytes | None = None
         try:
-            return self._find(line.body or _ModelNames())
+            while first is None and (not seen or seen[-1].get("more_body", False)):
+                async with asyncio.timeout(self._options.body_timeout_s):
+                    seen.append(await receive())
+                first = next(splitter.feed(seen[-1].get("body", b"")), None)
+            given = msgspec.json.decode(first or b"{}", type=_FirstRequest)
+        except TimeoutError:
+            raise BodyTooSlowError.silent(self._options.body_timeout_s) from None
+        except (WeftError, msgspec.DecodeError, RecursionError):
+            given = _FirstRequest()  # the handler of whatever model says what is wrong
+        return self._of_first(given.params), _replayed(seen, receive)
+
+    def _of_first(self, said: _ModelNames | None) -> PlaneModel:
+        """The model of a batch, by its first request."""
+        try:
+            return self._find(said or _ModelNames())
         except WeftError:
             return self._models.known()  # each line has an error of its own then
 
@@ -199,14 +241,14 @@ class _Handlers:
         await model.order(ORDERS[inner_path(request.scope)], patience_s)
         return json_response({"id": model.names[0], "object": "model", **model.describe()})
 
-    async def list(self, _: Request) -> Response:
+    async def list(self, request: Request) -> Response:
         found = [entry for model in self._models.models for entry in model.objects()]
-        return json_response({"object": "list", "data": found})
+        return model_list_response(request, found)
 
     async def show(self, request: Request) -> Response:
         name = request.path_params["name"]
         model = self._models.find(name)
-        return json_response({**model.objects()[0], "id": name})
+        return model_response(request, {**model.objects()[0], "id": name})
 
     async def tags(self, _: Request) -> Response:
         found = [list_models(model.card())["models"] for model in self._models.models]
@@ -262,11 +304,11 @@ def _not_loaded(model: PlaneModel) -> ModelAsleepError:
     )
 
 
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    """What gives a body that was read once more, and then what else comes."""
-    left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+def _replayed(seen: Iterable[Message], receive: Receive) -> Receive:
+    """What gives messages once more, and then what else comes."""
+    left = deque(seen)
 
     async def again() -> Message:
-        return left.pop() if left else await receive()
+        return left.popleft() if left else await receive()
 
     return again

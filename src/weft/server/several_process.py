@@ -59,7 +59,7 @@ def serve_several(
             _maker(
                 common, given, clients[number], boards[number], targets[number],
                 _row(board, number),
-                [other["names"][0] for other in settings["models"] if other is not given],
+                [name for one in settings["models"] if one is not given for name in one["names"]],
             ),
         )
         for number, given in enumerate(settings["models"])
