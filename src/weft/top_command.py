@@ -187,11 +187,11 @@ class TopView:
     # -- classes -----------------------------------------------------------------------------------
 
     def _classes(self) -> RenderableType:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        table.add_column("class", overflow="fold")
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        table.add_column("class", overflow="fold", min_width=len("interactive"))
         for name in ("wait", "run"):
-            table.add_column(name, justify="right")
-        for name in ("TTFT P50 P99 target", "TPOT P50 P99 target", "targets kept"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for name in ("TTFT P50 P99 target", "TPOT P50 P99 target", "kept"):
             table.add_column(name, no_wrap=True)
         colours = self._colours()
         for row in self._now["classes"]:

@@ -58,6 +58,19 @@ def test_what_a_server_says_is_inert(monkeypatch, capsys):
     assert shown.count(SHOWN) == 9  # four above, the legend, the class, and three of the batch
 
 
+def test_a_row_of_a_class_fits_into_a_narrow_terminal():
+    now, slow = event(), {"p50": 0.08, "p99": 1.76, "target": 9.0}
+    row = {"name": "interactive", "waiting": 128, "running": 128, "kept": 0.97, "judged": 48}
+    now["classes"] = [{**row, "ttft_s": slow, "tpot_s": slow}]
+    console = Console(file=io.StringIO(), width=80)
+    view = TopView()
+    view.push(now)
+    console.print(view.render("http://a", 80))
+    [shown] = [line for line in console.file.getvalue().splitlines() if "97% of 48" in line]
+    assert shown.split()[:3] == ["interactive", "128", "128"]
+    assert shown.split().count("1.76s") == 2
+
+
 def test_a_state_and_an_error_are_inert(monkeypatch, capsys):
     given = {"url": "http://127.0.0.1:9", "api_key": None, "interval_s": 0.0}
     monkeypatch.setattr(RunningServer, "state", lambda _: HOSTILE)
