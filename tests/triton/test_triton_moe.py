@@ -15,7 +15,8 @@ from weft.kernels.triton.moe import moe
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "fp8": 4e-2, "fp8 weights": 2e-2, "int8": 2e-2}
 
 
-def drawn(seed: int, kind: str):
+def drawn(seed: int, kind: str, halves: int = 2):
+    """Random rows, and experts whose first matrices have ``halves`` of outputs."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     count, top_k = rng.choice([(3, 2), (5, 1), (8, 3)])
@@ -24,7 +25,7 @@ def drawn(seed: int, kind: str):
     gate_up, down = (
         make(kind, torch.randn(count, *shape) / shape[1] ** 0.5, Fixed(height, 32, 32, 1), name)
         for name, shape, height in [
-            ("expert_gate_up", (2 * inner, hidden), heights[0]),
+            ("expert_gate_up", (halves * inner, hidden), heights[0]),
             ("expert_down", (hidden, inner), heights[1]),
         ]
     )
@@ -47,10 +48,11 @@ def truth(x, shares, experts, gate_up, down, activation):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(3))
 def test_sums_of_experts(kind, seed) -> None:
-    x, shares, experts, gate_up, down = drawn(seed, kind)
-    activation = ("silu", "gelu_tanh")[seed % 2]
+    """Gated ones, and those whose activation has no gate."""
+    activation = ("silu", "gelu_tanh", "relu2")[seed]
+    x, shares, experts, gate_up, down = drawn(seed, kind, 1 if activation == "relu2" else 2)
     found = moe(x, shares, experts, gate_up, down, activation)
     expected = truth(x, shares, experts, gate_up, down, activation)
     assert found.dtype == x.dtype
@@ -83,15 +85,18 @@ def test_biases_and_shared_experts(kind, gated) -> None:
 CODED = ["int4 by 32, zeros", "int4 by row, zeros", "mxfp4", "e4m3 by 64"]
 
 
-@pytest.mark.parametrize("kind", CODED)
-def test_sums_of_experts_in_codes(kind) -> None:
+@pytest.mark.parametrize(
+    ("kind", "activation"), [*((kind, "silu") for kind in CODED), (CODED[0], "relu2")]
+)
+def test_sums_of_experts_in_codes(kind, activation) -> None:
     """Outputs and inputs that end within tiles and groups; values begin in a tile of gates."""
     torch.manual_seed(4)
     count, top_k, tokens, hidden, inner = 3, 2, 9, 150, 40
+    outputs = inner if activation == "relu2" else 2 * inner
     gate_up, down = (
         drawn_weight(kind, (count, *sizes), Fixed(16, 32, 64, 1), torch.float32, name)
         for name, sizes in (
-            ("expert_gate_up", (2 * inner, hidden)),
+            ("expert_gate_up", (outputs, hidden)),
             ("expert_down", (hidden, inner)),
         )
     )
@@ -105,9 +110,9 @@ def test_sums_of_experts_in_codes(kind) -> None:
         rows = float8.rounded_inputs(x, "group" if rounds else "float", group)
         return float8.linear(rows, weight, bias, torch.float32)
 
-    biases = torch.randn(count, 2 * inner), torch.randn(count, hidden)
-    found = moe(x, shares, experts, gate_up[0], down[0], "silu", *biases)
-    of = x, shares, experts, gate_up[1], down[1], "silu", *biases
+    biases = torch.randn(count, outputs), torch.randn(count, hidden)
+    found = moe(x, shares, experts, gate_up[0], down[0], activation, *biases)
+    of = x, shares, experts, gate_up[1], down[1], activation, *biases
     expected = reference.moe(*of, linear=linear)
     # A number between two codes of FP8 may go to either, by the last bit of the first product.
     room = 0.02 if rounds else 1e-5

@@ -29,7 +29,8 @@ GATED = "gated"  # gate and up of an MLP in one product, which activates
 ROUNDS = 3  # of a search
 EVERY = 0  # in place of rows: for any number of them
 
-OPS = {"expert_gate_up": "moe_gate_up", "expert_down": "moe_down"}  # all others are ``gemm``
+# All others are ``gemm``.
+OPS = {"expert_gate_up": "moe_gate_up", "expert_up": "moe_gate_up", "expert_down": "moe_down"}
 ALTERNATIVES = {
     "SPLITS": (1, 2, 4, 8, 16),
     "BLOCK_N": (32, 64, 128, 256),

@@ -97,7 +97,7 @@ def _act_mul_round(
 
 
 @triton.jit
-def _softplus(x):
+def softplus(x):
     """Log(1 + exp(x)) of float32 numbers."""
     power = tl.exp(-tl.abs(x))
     near = power * (1.0 - power * (0.5 - power * (1.0 / 3.0)))  # where 1 + power loses digits
@@ -116,7 +116,7 @@ def _gate(
     gate = tl.load(gates + row * stride_gates + column // EACH, mask=mask, other=0.0)
     gate = gate.to(tl.float32)
     if SOFTPLUS:
-        gate = _softplus(gate)
+        gate = softplus(gate)
     else:
         gate = 1.0 / (1.0 + tl.exp(-gate))
     tl.store(out + row * SIZE + column, (y * gate).to(out.dtype.element_ty), mask=mask)
@@ -178,7 +178,7 @@ def _xielu(x, numbers, out, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     mask = column < SIZE
     y = tl.load(x + row * stride + column, mask=mask, other=0.0).to(tl.float32)
     slope, largest = tl.load(numbers + 2), tl.load(numbers + 3)
-    rise, fall = _softplus(tl.load(numbers)), slope + _softplus(tl.load(numbers + 1))
+    rise, fall = softplus(tl.load(numbers)), slope + softplus(tl.load(numbers + 1))
     low = tl.where(y > largest, largest, y)
     near = 1.3888888889e-3 + low * (1.9841269841e-4 + low * 2.4801587302e-5)
     near = 0.5 + low * (
@@ -191,13 +191,19 @@ def _xielu(x, numbers, out, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def relu2(x):
+    """Return the squares of numbers above 0, and 0 for others."""
+    x = tl.where(x < 0.0, 0.0, x)
+    return x * x
+
+
+@triton.jit
 def _relu2(x, out, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < SIZE
     y = tl.load(x + row * stride + column, mask=mask, other=0.0).to(tl.float32)
-    y = tl.where(y < 0.0, 0.0, y)
-    tl.store(out + row * SIZE + column, (y * y).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + row * SIZE + column, relu2(y).to(out.dtype.element_ty), mask=mask)
 
 
 def act_mul(gate_up: Tensor, activation: str, numbers: Tensor | None = None) -> Tensor:

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.triton.activation import place_of
 from weft.kernels.triton.coded import (
     activations,
     operand_of,
@@ -20,7 +19,7 @@ from weft.kernels.triton.coded import (
     zero_points,
 )
 from weft.kernels.triton.coded_matrix import TILE, CodedMatrix
-from weft.kernels.triton.expert_pairs import biased, read_pairs, write_pairs
+from weft.kernels.triton.expert_pairs import activating, biased, read_pairs, write_pairs
 from weft.kernels.triton.launch import last_contiguous
 from weft.kernels.tuning import Launch
 
@@ -36,7 +35,7 @@ def _at(w, n, k, PIECES: tl.constexpr, INPUTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count", "rows"])
 def grouped_codes(
-    x,  # [T, K] if GATED, else [P, K] in sorted places
+    x,  # [T, K] if FIRST, else [P, K] in sorted places
     w,  # of each expert [tiles, PIECES, TILE, units]; with gates of 2 N outputs, those first
     row_scales,  # [PIECES, rows of x] float32, of rounded activations
     scale,  # [E, PIECES or 1, N or 2 N]
@@ -47,7 +46,7 @@ def grouped_codes(
     starts,
     experts,
     firsts,
-    out,  # [P, N]: in sorted places if GATED, else float32 by pair, times the pair's share
+    out,  # [P, N]: in sorted places if FIRST, else float32 by pair, times the pair's share
     count,
     rows,
     x_stride,
@@ -63,6 +62,7 @@ def grouped_codes(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
     BIASED: tl.constexpr,
+    FIRST: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -74,7 +74,7 @@ def grouped_codes(
     expert = tl.load(experts + block)
     if expert < 0:
         return
-    place, m_in, pair, row = read_pairs(order, starts, firsts, block, expert, TOP_K, BLOCK_M, GATED)
+    place, m_in, pair, row = read_pairs(order, starts, firsts, block, expert, TOP_K, BLOCK_M, FIRST)
     n = outputs * BLOCK_N + tl.arange(0, BLOCK_N)
     n_in = n < N
     ALL: tl.constexpr = 2 * N if GATED else N
@@ -124,7 +124,7 @@ def grouped_codes(
         x_at += EACH * GROUP
     if BIASED:
         acc, up = biased(acc, up, bias, expert, n, n_in, N, GATED)
-    write_pairs(out, share, acc, up, place, pair, m_in, n, n_in, N, GATED, ACTIVATION)
+    write_pairs(out, share, acc, up, place, pair, m_in, n, n_in, N, FIRST, GATED, ACTIVATION)
 
 
 def multiply(
@@ -138,7 +138,7 @@ def multiply(
     activation: str | None,
     bias: Tensor | None,
 ) -> None:
-    """Multiply pairs with their experts: gated, from tokens; or weighted, from sorted places.
+    """Multiply pairs with their experts: activated, from tokens; or weighted, from sorted places.
 
     Args:
         groups: the four parts of ``moe.Groups``.
@@ -174,7 +174,6 @@ def multiply(
         OPERAND=operand,
         PRECISION="ieee" if matrix.dtype == torch.float32 else "tf32",
         BIASED=bias is not None,
-        GATED=activation is not None,
-        ACTIVATION=place_of(activation),
+        **activating(activation),
         **launch,
     )

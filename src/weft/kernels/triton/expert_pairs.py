@@ -5,10 +5,29 @@ Shared by the products of ``moe.py`` and of ``coded_moe.py``, which differ betwe
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
-from weft.kernels.triton.activation import gated
+from weft.kernels.triton.activation import gated, place_of, relu2
+
+
+def activating(activation: str | None) -> dict[str, Any]:
+    """Return the constants of a grouped product that say what is done to its sums.
+
+    Args:
+        activation: of the first product of an MLP; None: of the second, which is weighted.
+
+    Raises:
+        ValueError: kernels do not compute it.
+    """
+    gated_by = None if activation == "relu2" else activation
+    return {
+        "FIRST": activation is not None,
+        "GATED": gated_by is not None,
+        "ACTIVATION": place_of(gated_by),
+    }
 
 
 @triton.jit
@@ -20,13 +39,13 @@ def read_pairs(
     expert,
     TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    GATED: tl.constexpr,
+    FIRST: tl.constexpr,
 ):
     """Return places, which of them are the expert's, pairs, and rows of x, each [BLOCK_M]."""
     place = tl.load(firsts + block) + tl.arange(0, BLOCK_M)
     m_in = place < tl.load(starts + expert + 1)
     pair = tl.load(order + place, mask=m_in, other=0)
-    row = pair // TOP_K if GATED else place.to(tl.int64)
+    row = pair // TOP_K if FIRST else place.to(tl.int64)
     return place, m_in, pair, row
 
 
@@ -52,12 +71,13 @@ def write_pairs(
     n,
     n_in,
     N: tl.constexpr,
+    FIRST: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Write sums [BLOCK_N, BLOCK_M]: gated at their places, else times their share by pair."""
-    if GATED:
-        acc = gated(acc, up, ACTIVATION)
+    """Write sums [BLOCK_N, BLOCK_M]: activated at their places, else times their share by pair."""
+    if FIRST:
+        acc = gated(acc, up, ACTIVATION) if GATED else relu2(acc)
         to = place.to(tl.int64)
     else:
         acc *= tl.load(share + pair, mask=m_in, other=0.0)[None, :]

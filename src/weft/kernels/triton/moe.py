@@ -15,10 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.float8 import Rounded
-from weft.kernels.triton.activation import place_of
 from weft.kernels.triton.coded_matrix import CodedMatrix
 from weft.kernels.triton.coded_moe import multiply
-from weft.kernels.triton.expert_pairs import biased, read_pairs, write_pairs
+from weft.kernels.triton.expert_pairs import activating, biased, read_pairs, write_pairs
 from weft.kernels.triton.fp8 import round_rows
 from weft.kernels.triton.gemm import operand
 from weft.kernels.triton.launch import power_of_2
@@ -63,7 +62,7 @@ def _blocks(starts, experts, firsts, E: tl.constexpr, PADDED: tl.constexpr, BLOC
 
 @triton.jit(do_not_specialize=["count"])
 def _grouped(
-    x,  # [T, K] if GATED, else [P, K] in sorted places
+    x,  # [T, K] if FIRST, else [P, K] in sorted places
     w,  # [E, N, K], with gates [E, 2 N, K], those first
     row_scale,  # float32, a scale for each row of x
     scale,  # [E, N or 2 N] float32
@@ -73,7 +72,7 @@ def _grouped(
     starts,
     experts,
     firsts,
-    out,  # [P, N]: in sorted places if GATED, else float32 by pair, times the pair's share
+    out,  # [P, N]: in sorted places if FIRST, else float32 by pair, times the pair's share
     count,
     x_stride,
     TOP_K: tl.constexpr,
@@ -87,6 +86,7 @@ def _grouped(
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
     BIASED: tl.constexpr,
+    FIRST: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ROW_SCALED: tl.constexpr,
@@ -97,7 +97,7 @@ def _grouped(
     expert = tl.load(experts + block)
     if expert < 0:
         return
-    place, m_in, pair, row = read_pairs(order, starts, firsts, block, expert, TOP_K, BLOCK_M, GATED)
+    place, m_in, pair, row = read_pairs(order, starts, firsts, block, expert, TOP_K, BLOCK_M, FIRST)
     n = outputs * BLOCK_N + tl.arange(0, BLOCK_N)
     n_in = n < N
     k = tl.arange(0, BLOCK_K)
@@ -129,7 +129,7 @@ def _grouped(
         up *= factor
     if BIASED:
         acc, up = biased(acc, up, bias, expert, n, n_in, N, GATED)
-    write_pairs(out, share, acc, up, place, pair, m_in, n, n_in, N, GATED, ACTIVATION)
+    write_pairs(out, share, acc, up, place, pair, m_in, n, n_in, N, FIRST, GATED, ACTIVATION)
 
 
 @triton.jit
@@ -173,9 +173,9 @@ def moe(
     Pairs of experts outside [0, E) are skipped: rows that pad a batch cost no weights.
 
     Args:
-        gate_up: [E, 2 I, D], gates first.
+        gate_up: [E, 2 I, D], gates first; of ``relu2``, which has no gate, [E, I, D].
         down: [E, D, I].
-        gate_up_bias, down_bias: [E, 2 I] and [E, D].
+        gate_up_bias, down_bias: of the outputs of both, [E, N].
         shared: [T, D], contiguous, is added, before sums are rounded.
         gates: [T] float32, multiplies that.
 
@@ -183,10 +183,10 @@ def moe(
         ValueError: shapes or dtypes do not fit, or the activation is not known.
         KernelUnavailable: the tuning has no launch for a shape.
     """
-    place_of(activation)
+    halves = 2 if activating(activation)["GATED"] else 1
     tokens, top_k = experts.shape
     count, inner = down.shape[0], down.shape[2]
-    if gate_up.shape != (count, 2 * inner, x.shape[1]) or x.dtype != gate_up.dtype:
+    if gate_up.shape != (count, halves * inner, x.shape[1]) or x.dtype != gate_up.dtype:
         raise ValueError(
             f"x {list(x.shape)} of {x.dtype} does not fit experts {list(gate_up.shape)} and "
             f"{list(down.shape)} of {gate_up.dtype}"
@@ -241,7 +241,7 @@ def _product(
     activation: str | None,
     bias: Tensor | None,
 ) -> None:
-    """Multiply pairs with their experts: gated, from tokens; or weighted, from sorted places."""
+    """Multiply pairs with experts: activated, from tokens; or weighted, from sorted places."""
     groups = grouped[launch["BLOCK_M"]]
     if isinstance(matrix, CodedMatrix):
         parts = (groups.order, groups.starts, groups.experts, groups.firsts)
@@ -272,8 +272,7 @@ def _product(
         N=outputs,
         K=matrix.shape[2],
         BIASED=bias is not None,
-        GATED=activation is not None,
-        ACTIVATION=place_of(activation),
+        **activating(activation),
         ROW_SCALED=rounded is not None,
         SCALED=matrix.scales is not None,
         **options,
