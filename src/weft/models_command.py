@@ -20,6 +20,7 @@ from weft.models.found import FoundModel, found_models
 from weft.models.hub import local_source, resolve_model
 from weft.models.weight_files import split_files
 
+ROUNDED = ("int8", "int4")  # in which weights may fit that do not as they are
 ELSEWHERE = {
     "Ollama": "is Ollama's; remove it with: ollama rm {name}",
     "LM Studio": "is LM Studio's; remove it there, under My Models",
@@ -71,7 +72,8 @@ def _list(found: Sequence[FoundModel], *, as_json: bool) -> int:
         return 0
     for model, fact in zip(found, facts, strict=True):
         print(f"{model.store:<9} {format_bytes(model.nbytes):>10}  {model.name}{_words(fact)}")
-        print(f"    {fact['problem'] or _command(model)}")
+        if line := fact["problem"] or _command(model, fact):
+            print(f"    {line}")
     if not found:
         print(
             "no models in the folders of Ollama and LM Studio, nor in the hub's cache; weft models "
@@ -83,6 +85,11 @@ def _list(found: Sequence[FoundModel], *, as_json: bool) -> int:
 def _facts(model: FoundModel) -> dict[str, Any]:
     problem = model.problem()
     fits, reason, longest = (None, problem, None) if problem else _fit(model.path)
+    rounded = ""
+    for quantize in ROUNDED if fits is False else ():
+        if (found := _fit(model.path, quantize))[0]:
+            rounded, longest = quantize, found[2]
+            break
     return {
         "store": model.store,
         "name": model.name,
@@ -91,19 +98,20 @@ def _facts(model: FoundModel) -> dict[str, Any]:
         "problem": reason if fits is None else "",
         "fits": fits,
         "reason": reason if fits is False else "",
+        "fits_rounded_to": rounded,
         "max_model_len": longest,
     }
 
 
-def _fit(source: Path) -> tuple[bool | None, str, int | None]:
-    """Whether a model fits here with the default settings, else why not, and its longest sequence.
+def _fit(source: Path, quantize: str = "none") -> tuple[bool | None, str, int | None]:
+    """Whether a model fits here, else why not, and its longest sequence.
 
     None: it cannot be served for another reason.
     """
     from weft.engine.fitting import memory_facts
     from weft.engine.model import find_model
 
-    config = EngineConfig(model=str(source), offline=True)
+    config = EngineConfig(model=str(source), offline=True, quantize=quantize)
     try:
         facts = memory_facts(config, find_model(config))
     except OutOfMemoryError as error:
@@ -121,12 +129,18 @@ def _words(fact: Mapping[str, Any]) -> str:
     return f", does not fit: {fact['reason']}"
 
 
-def _command(model: FoundModel) -> str:
-    """The command that serves a model."""
-    if model.store == "hub" and model.path.is_dir():
-        return f"weft serve {shlex.quote(model.name)}"
+def _command(model: FoundModel, fact: Mapping[str, Any]) -> str:
+    """The command that serves a model; empty where nothing helps."""
+    rounded = fact["fits_rounded_to"]
+    if fact["fits"] is False and not rounded:
+        return ""
     name = shlex.quote(model.name)
-    return f"weft serve {shlex.quote(str(model.path))} --served-model-name {name}"
+    command = f"weft serve {name}"
+    if model.store != "hub" or not model.path.is_dir():
+        command = f"weft serve {shlex.quote(str(model.path))} --served-model-name {name}"
+    if rounded:
+        command += f" --quantize {rounded}  # fits: sequences of {fact['max_model_len']} tokens"
+    return command
 
 
 def _pull(name: str, revision: str | None) -> int:

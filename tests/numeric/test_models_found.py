@@ -181,3 +181,31 @@ def test_models_of_other_programs_are_theirs_to_remove(file, tmp_path, monkeypat
     assert ended.value.code == 2
     assert "ollama rm tiny:1b" in capsys.readouterr().err
     assert blob.exists()
+
+
+@pytest.mark.parametrize(
+    ("free_mib", "command"),
+    [
+        (14, "weft serve maker/tiny\n"),
+        (8, "--quantize int8  # fits"),
+        (4, "--quantize int4  # fits"),
+        (1, ""),
+    ],
+)
+def test_the_command_of_a_model_rounds_weights_that_would_not_fit(
+    tmp_path, monkeypatch, capsys, free_mib, command
+):
+    """The packaged model: 10.4 MiB of weights in bfloat16."""
+    hub = tmp_path / ".cache/huggingface/hub/models--maker--tiny"
+    shutil.copytree(resolve_model("builtin"), hub / "snapshots/0123")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    for name in ("HF_HOME", "HF_HUB_CACHE", "OLLAMA_MODELS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("weft.engine.devices.available_memory", lambda: free_mib * 2**20)
+    with pytest.raises(SystemExit) as ended:
+        main(["models"])
+    shown = capsys.readouterr().out
+    assert not ended.value.code
+    assert ("does not fit: The weights need 10.44 MiB" in shown) == (free_mib < 10)
+    assert command in shown
+    assert ("weft serve" in shown) == bool(command)
