@@ -56,6 +56,7 @@ def test_two_that_disagree_are_refused_and_open_ones_are_not():
 
 def test_a_key_has_its_own_default_and_what_it_may_not_use_is_said():
     rules = ClassRules(allowed=("flex", "batch"), default="batch")
+    assert rules.choose(None, None, "flex") == ("batch", "batch")
     assert rules.choose(None) == rules.choose("auto") == ("batch", "batch")
     assert rules.choose("flex") == ("flex", "flex")
     for tier, priority, param in (("default", 0, "service_tier"), (None, -1, "priority")):

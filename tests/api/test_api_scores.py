@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as Wordpieces
+from tokenizers import models, pre_tokenizers, processors
 
 import pooled
 from weft.api import Builder, ModelCard, decode_body
@@ -379,6 +381,13 @@ def test_inputs_get_the_prompt_that_is_named_or_the_default(built, qwen):
     assert ids(usual, input="a") == led
     assert ids(usual, input="a", prompt_name="document") == qwen.encode("a")
     assert ids(usual, input=[5, 6]) == [5, 6]
+    for kind in ("query", "search_query"):
+        assert ids(EMBEDDER, input="a", input_type=kind) == led
+    for kind in ("document", "passage", "search_document"):
+        assert ids(usual, input="a", input_type=kind) == qwen.encode("a")
+    passages = dataclasses.replace(EMBEDDER, prompts={"passage": "p: ", "s2s": "s: "})
+    assert ids(passages, input="a", input_type="document") == qwen.encode("p: a")
+    assert ids(passages, input="a", input_type="s2s") == qwen.encode("s: a")
 
 
 def test_prompts_that_cannot_be_are_refused(built):
@@ -386,6 +395,69 @@ def test_prompts_that_cannot_be_are_refused(built):
     assert (error.param, "'query', 'document'" in error.message) == ("prompt_name", True)
     error = refusal(built(EMBEDDER), "/v1/embeddings", model="m", input=[1], prompt_name="query")
     assert (error.param, "token ids" in error.message) == ("prompt_name", True)
+    for fields, words in (
+        ({"input": "a", "input_type": "b"}, "no prompt 'b'; its prompts: 'query', 'document'"),
+        ({"input": "a", "input_type": "clustering"}, "no prompt 'clustering'"),
+        ({"input": [1], "input_type": "query"}, "token ids"),
+        ({"input": "a", "input_type": "query", "prompt_name": "query"}, "either input_type or"),
+    ):
+        error = refusal(built(EMBEDDER), "/v1/embeddings", model="m", **fields)
+        assert (error.param, error.http_status) == ("input_type", 400)
+        assert words in error.message
+
+
+def test_vectors_and_scores_are_best_effort_unless_asked_for(built):
+    def classes(**fields: Any) -> set[str]:
+        vectors = asked(built(EMBEDDER), "/v1/embeddings", model="m", input="a", **fields)
+        scores = asked(built(CLASSIFIER), "/v1/rerank", **RERANK, **fields)
+        return {r.service_class for found in (vectors, scores) for r in found.job.requests}
+
+    assert classes() == {"flex"}
+    assert classes(service_tier="default") == {"interactive"}
+    assert classes(priority=-1) == {"priority"}
+
+
+# -- pairs of cross encoders -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def joining(tmp_path_factory):
+    """Makes a builder of a cross encoder whose tokeniser is BERT's."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefgh"]
+    made = Wordpieces(models.WordPiece({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    made.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    made.add_special_tokens(words[:4])
+    folder = tmp_path_factory.mktemp("bert")
+    made.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.load(folder)
+    pooling = dataclasses.replace(CLASSIFIER, joined="typed")
+    return Builder(tokenizer, None, ModelCard(("m",), 12, 20, pooling=pooling))
+
+
+def pairs(builder: Builder, **fields: Any) -> list[list[int]]:
+    found = asked(builder, "/v1/rerank", query="a b", **fields)
+    return [list(request.prompt) for request in found.job.requests]
+
+
+def test_pairs_have_the_marks_of_the_tokeniser(joining):
+    a, b, c = 4, 5, 6
+    assert pairs(joining, documents=["c", ""]) == [[2, a, b, 3, c, 3], [2, a, b, 3, 3]]
+    [spelt] = pairs(joining, documents=["c [SEP] c"])
+    assert (spelt[:5], spelt[-2:], spelt.count(3)) == ([2, a, b, 3, c], [c, 3], 2)
+
+
+def test_documents_of_pairs_lose_their_end(joining):
+    a, b, c = 4, 5, 6
+    long = ["c " * 30]
+    assert refusal(joining, "/v1/rerank", query="a b", documents=long).param == "documents"
+    assert pairs(joining, documents=long, truncation=True) == [[2, a, b, 3, *[c] * 14, 3]]
+    cut = pairs(joining, documents=long, max_tokens_per_doc=3)
+    assert cut == pairs(joining, documents=["c c c"])
+    cut = pairs(joining, documents=long, max_tokens_per_doc=3, truncate_prompt_tokens=6)
+    assert cut == pairs(joining, documents=["c"])
+    error = refusal(joining, "/v1/rerank", query="a b", documents=long, truncate_prompt_tokens=5)
+    assert "the query and the marks take 5" in error.message
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,14 @@
-"""Encoders (BERT, RoBERTa, XLM-RoBERTa): vectors of texts, as transformers computes them."""
+"""Encoders (BERT and its kin, EmbeddingGemma): vectors of texts, as transformers computes them."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import transformers
-from checkpoints import VOCAB, prompt
-from tokenizers import Tokenizer as Reference
-from tokenizers import models, normalizers, pre_tokenizers, processors
+from checkpoints import prompt
+from encoder_models import CASES, SETTINGS, add_modules, build, expected, save, tokenizer
 
 from weft import LLM, SamplingParams
 from weft.core.config import EngineConfig
@@ -24,72 +18,7 @@ from weft.engine.model import find_model, resolve_settings
 from weft.models.layout import num_parameters
 from weft.models.spec_reader import spec_from_config
 
-SETTINGS = {"dtype": "float32", "threads": 1, "kv_memory": "4MiB", "max_num_seqs": 8}
 PROMPTS = [prompt(90, 1), prompt(7, 2), prompt(33, 4), [5], prompt(70, 1), prompt(2, 5)]
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 88,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 130,
-}
-CASES = {
-    "bert": ("BertModel", "BertConfig", {}),
-    "bert-masked": ("BertForMaskedLM", "BertConfig", {"type_vocab_size": 3}),
-    "roberta": ("RobertaModel", "RobertaConfig", {"pad_token_id": 1, "layer_norm_eps": 1e-5}),
-    "xlm-roberta": ("XLMRobertaModel", "XLMRobertaConfig", {"type_vocab_size": 1}),
-}
-WORDS = ["what", "is", "the", "capital", "of", "china", "?", "beijing", "gravity", "attracts"]
-WORDS += ["two", "bodies", "."]
-
-
-def build(name: str) -> Any:
-    architecture, config, values = CASES[name]
-    torch.manual_seed(0)
-    made = getattr(transformers, config)(**(SIZES | values), attn_implementation="eager")
-    model = getattr(transformers, architecture)(made).eval().requires_grad_(False)
-    for parameter in model.parameters():
-        wide = parameter.ndim > 1
-        parameter.copy_(torch.randn_like(parameter) * (0.2 if wide else 0.1) + (not wide))
-    return model
-
-
-def tokenizer() -> Reference:
-    """A WordPiece tokeniser with BERT's marks around a text."""
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *dict.fromkeys(WORDS), *"abcdefghij"]
-    made = Reference(models.WordPiece({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
-    made.normalizer = normalizers.BertNormalizer(lowercase=True)
-    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    made.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    made.add_special_tokens(["[PAD]", "[UNK]", "[CLS]", "[SEP]"])
-    return made
-
-
-def save(model: Any, folder: Path, mode: str = "", unit: bool = True) -> Path:
-    """Write a checkpoint; with the modules of sentence-transformers if it has a mode of pooling."""
-    model.save_pretrained(folder)
-    tokenizer().save(str(folder / "tokenizer.json"))
-    if not mode:
-        return folder
-    kinds = ["Transformer", "Pooling", *(["Normalize"] if unit else [])]
-    modules = [
-        {"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "", "type": f"st.models.{kind}"}
-        for i, kind in enumerate(kinds)
-    ]
-    (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "1_Pooling").mkdir()
-    flags = {"word_embedding_dimension": 64, f"pooling_mode_{mode}": True}
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(flags))
-    return folder
-
-
-def expected(model: Any, tokens: list[int], mode: str, unit: bool = True) -> np.ndarray:
-    base = getattr(model, model.base_model_prefix, model)
-    with torch.no_grad():
-        states = base(torch.tensor([tokens])).last_hidden_state[0].double()
-    state = states[0] if mode == "cls_token" else states.mean(0)
-    return (state / state.norm() if unit else state).numpy()
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
@@ -97,8 +26,8 @@ def expected(model: Any, tokens: list[int], mode: str, unit: bool = True) -> np.
 @pytest.mark.parametrize("name", CASES)
 def test_vectors_are_those_of_transformers_in_any_batch(tmp_path, name, mode, kernels) -> None:
     """Several texts of a step, which holds no two of the longest, and none is cut."""
-    model = build(name)
-    folder = save(model, tmp_path / name, mode)
+    model = build(CASES[name])
+    folder = add_modules(save(model, tmp_path / name), mode)
     with LLM.in_process(
         folder, max_num_batched_tokens=128, max_model_len=128, kernels=kernels, **SETTINGS
     ) as llm:
@@ -115,8 +44,8 @@ def test_vectors_are_those_of_transformers_in_any_batch(tmp_path, name, mode, ke
 
 
 def test_texts_have_marks_around_them_and_vectors_any_length(tmp_path) -> None:
-    model = build("bert")
-    folder = save(model, tmp_path / "bert", "mean_tokens", unit=False)
+    model = build(CASES["bert"])
+    folder = add_modules(save(model, tmp_path / "bert"), "mean_tokens", unit=False)
     text = "What is the capital of China?"
     ids = tokenizer().encode(text).ids
     assert (ids[0], ids[-1]) == (2, 3)
@@ -133,15 +62,15 @@ def test_texts_have_marks_around_them_and_vectors_any_length(tmp_path) -> None:
 
 
 def test_a_model_without_modules_takes_the_mean(tmp_path) -> None:
-    model = build("bert")
+    model = build(CASES["bert"])
     with LLM.in_process(save(model, tmp_path / "bert"), **SETTINGS) as llm:
         found = llm.embed([PROMPTS[2]])[0]
     np.testing.assert_allclose(found, expected(model, PROMPTS[2], "mean_tokens"), atol=1e-5)
 
 
 def test_bfloat16_and_int8_weights_stay_near(tmp_path) -> None:
-    model = build("xlm-roberta")
-    folder = save(model, tmp_path / "xlm", "cls_token")
+    model = build(CASES["xlm-roberta"])
+    folder = add_modules(save(model, tmp_path / "xlm"), "cls_token")
     for settings in ({"dtype": "bfloat16"}, {"quantize": "int8"}):
         with LLM.in_process(folder, **(SETTINGS | settings)) as llm:
             vectors = llm.embed(PROMPTS)
@@ -163,13 +92,13 @@ def test_bfloat16_and_int8_weights_stay_near(tmp_path) -> None:
     ],
 )
 def test_settings_that_encoders_have_not_are_refused(tmp_path, changes, words) -> None:
-    folder = save(build("bert"), tmp_path / "bert", "cls_token")
+    folder = add_modules(save(build(CASES["bert"]), tmp_path / "bert"), "cls_token")
     with pytest.raises(ConfigError, match=words):
         find_model(EngineConfig(model=str(folder), device="cpu", **changes))
 
 
 def test_a_step_has_room_for_the_longest_text_unless_it_is_set(tmp_path, monkeypatch) -> None:
-    folder = save(build("bert"), tmp_path / "bert", "cls_token")
+    folder = add_modules(save(build(CASES["bert"]), tmp_path / "bert"), "cls_token")
     monkeypatch.setattr(encoders, "DEFAULT_STEP", 64)
     config = EngineConfig(
         model=str(folder), device="cpu", max_num_batched_tokens=64, max_num_seqs=8
@@ -181,7 +110,7 @@ def test_a_step_has_room_for_the_longest_text_unless_it_is_set(tmp_path, monkeyp
 
 
 def test_pooling_of_other_kinds_is_refused(tmp_path) -> None:
-    folder = save(build("bert"), tmp_path / "bert", "weightedmean_tokens")
+    folder = add_modules(save(build(CASES["bert"]), tmp_path / "bert"), "weightedmean_tokens")
     with pytest.raises(UnsupportedModelError, match="only by one of lasttoken, cls, mean"):
         find_model(EngineConfig(model=str(folder)))
     shutil.rmtree(folder / "1_Pooling")

@@ -10,6 +10,7 @@ from weft.core.types import CLASS_OF_TIER, DEFAULT_CLASSES
 
 CLASS_HEADER = "x-weft-class"
 USUAL = "interactive"  # the class of whoever asks for none
+USUAL_POOLED = "flex"  # that of vectors and scores: nobody reads along, so they fill what is left
 
 _TIER_OF_CLASS: Mapping[str, str] = {USUAL: "default"}  # other classes are tiers by their own name
 _SHOWN_CHARS = 100
@@ -38,7 +39,9 @@ class ClassRules:
     default: str = USUAL
     header: str | None = None
 
-    def choose(self, tier: str | None, priority: int | None = None) -> tuple[str, str | None]:
+    def choose(
+        self, tier: str | None, priority: int | None = None, usual: str = USUAL
+    ) -> tuple[str, str | None]:
         """Return the class of a request, and the tier to put into the answer.
 
         The answer names the tier where the request asks for one, and where another class than the
@@ -47,6 +50,8 @@ class ClassRules:
         Args:
             tier: ``service_tier`` of the body: one of OpenAI's, or the name of a class.
             priority: vLLM's, where lower numbers come first; 0 is the default.
+            usual: the class of such requests where they ask for none, unless the key has another
+                default, or may not use it.
 
         Raises:
             ParameterError: a tier is unknown, or two of the three ask for different classes.
@@ -62,7 +67,10 @@ class ClassRules:
         if len(set(found.values())) > 1 or (priority and asked["service_tier"]):
             first, *_, last = found
             raise ParameterError(f"Give either {first} or {last}.", param=last)
-        param, name = next(iter(found.items()), ("service_tier", self.default))
+        default = self.default
+        if default == USUAL and (not self.allowed or usual in self.allowed):
+            default = usual
+        param, name = next(iter(found.items()), ("service_tier", default))
         self.check(name, param)
         named = tier is not None or self.header is not None or name != USUAL
         return name, _TIER_OF_CLASS.get(name, name) if named else None

@@ -15,6 +15,7 @@ from msgspec.structs import replace as changed
 from weft.api.bodies import KEPT_ELSEWHERE, Name, Prompts
 from weft.api.card import ModelCard
 from weft.api.choices import ended_badly
+from weft.api.classes import USUAL_POOLED
 from weft.api.completions import Prompt, check_ids, prompts_of
 from weft.api.errors import UnsupportedParameterError
 from weft.api.jobs import Builder, Job, new_id, now
@@ -50,6 +51,7 @@ class EmbeddingBody(Struct, forbid_unknown_fields=True, kw_only=True):
     truncation_side: Literal["left", "right"] | None = None
     normalize: bool | None = None
     prompt_name: Name | None = None
+    input_type: Name | None = None
     add_special_tokens: Annotated[Raw, Refused("they belong to the input", (True,))] = NULL
     metadata: Annotated[Raw, KEPT_ELSEWHERE] = NULL
     request_id: Annotated[Raw, KEPT_ELSEWHERE] = NULL
@@ -63,12 +65,8 @@ def embedding_job(body: EmbeddingBody, builder: Builder) -> Job:
     """
     card = builder.card
     model = check_model(body.model, card)
-    rank, _ = builder.classes.choose(body.service_tier, body.priority)
-    if body.dimensions is not None and not 1 <= body.dimensions <= card.hidden_size:
-        raise ParameterError(
-            f"dimensions must be from 1 to {card.hidden_size}, not {body.dimensions}.",
-            param="dimensions",
-        )
+    rank, _ = builder.classes.choose(body.service_tier, body.priority, USUAL_POOLED)
+    check_dimensions(body.dimensions, card.hidden_size)
     inputs = prompts_of(body.input, "input")
     if len(inputs) > MAX_INPUTS:
         raise ParameterError(
@@ -76,7 +74,7 @@ def embedding_job(body: EmbeddingBody, builder: Builder) -> Job:
         )
     card.pooling.check_embeds(model)
     _check_normalize(body, card)
-    inputs = _with_prompt(inputs, body.prompt_name, card)
+    inputs = _with_prompt(inputs, body, card)
     builder.check_texts([text for text in inputs if isinstance(text, str)], "input")
     prompts = [_encode(text, body, builder) for text in inputs]
     sampling = SamplingParams(**NEUTRAL, max_tokens=1, seed=0)
@@ -179,22 +177,30 @@ def shortened(
     return (vector / (np.linalg.norm(vector) or 1.0)).astype("<f4")
 
 
+def check_dimensions(dimensions: int | None, most: int) -> None:
+    """Raise ParameterError if vectors of so many numbers cannot be cut to some."""
+    if dimensions is not None and not 1 <= dimensions <= most:
+        raise ParameterError(
+            f"dimensions must be from 1 to {most}, not {dimensions}.", param="dimensions"
+        )
+
+
 def _check_normalize(body: EmbeddingBody, card: ModelCard) -> None:
     if body.normalize is False and card.pooling.unit:
         raise UnsupportedParameterError("normalize", " The vectors of this model have length 1.")
 
 
-def _with_prompt(inputs: list[Prompt], name: str | None, card: ModelCard) -> list[Prompt]:
-    """The inputs, texts with a prompt of the checkpoint before them: the named or default one.
+def _with_prompt(inputs: list[Prompt], body: EmbeddingBody, card: ModelCard) -> list[Prompt]:
+    """The inputs, texts with a prompt of the checkpoint before them: the one asked for or default.
 
     Raises:
         ParameterError: there is no such prompt, or inputs are token ids.
     """
-    before = card.pooling.prompt(name)
-    if name is not None and not all(isinstance(text, str) for text in inputs):
-        raise ParameterError(
-            "A prompt goes before texts, not before token ids.", param="prompt_name"
-        )
+    before = card.pooling.prompt(body.prompt_name, body.input_type)
+    asked = {"prompt_name": body.prompt_name, "input_type": body.input_type}
+    param = next((name for name, value in asked.items() if value is not None), None)
+    if param is not None and not all(isinstance(text, str) for text in inputs):
+        raise ParameterError("A prompt goes before texts, not before token ids.", param=param)
     return [before + text if isinstance(text, str) and text else text for text in inputs]
 
 

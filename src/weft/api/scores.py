@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import orjson
 
+from weft.api.classes import USUAL_POOLED
 from weft.api.embeddings import VectorCollector
 from weft.api.jobs import Builder, Job, new_id, now
 from weft.api.rules import Notes
@@ -24,7 +25,7 @@ from weft.core.errors import ParameterError, PromptTooLongError, UnsuitableModel
 from weft.core.plan import Update
 from weft.core.types import NEUTRAL, Request, SamplingParams
 from weft.text import Tokenizer
-from weft.text.pairs import QWEN3_RERANKER, WEB_SEARCH, PairTemplate
+from weft.text.pairs import QWEN3_RERANKER, WEB_SEARCH, JoinedPair, PairTemplate
 
 KEPT = 8  # templates, and ids of answers
 
@@ -203,7 +204,7 @@ def _job(
     card.pooling.check_scores(model)
     scoring = card.pooling.scoring
     _check_body(body)
-    rank, _ = builder.classes.choose(body.service_tier, body.priority)
+    rank, _ = builder.classes.choose(body.service_tier, body.priority, USUAL_POOLED)
     wish = body.use_activation if body.activation is None else body.activation
     activated = card.pooling.sigmoid if wish is None else wish
     count, one = len(right[0]), len(left[0]) == 1
@@ -277,13 +278,16 @@ def _answers(tokenizer: Tokenizer) -> tuple[int, int]:
 
 
 @lru_cache(KEPT)
-def _template(text: str, tokenizer: Tokenizer) -> PairTemplate:
+def _template(text: str, joined: str, tokenizer: Tokenizer) -> PairTemplate | JoinedPair:
+    if joined:
+        return JoinedPair(tokenizer, typed=joined == "typed")
     return PairTemplate(text or QWEN3_RERANKER, tokenizer)
 
 
 def _pairs(left: Named, right: Named, body: ScoringBody, builder: Builder) -> list[tuple[int, ...]]:
     """The prompt of each pair."""
-    template = _template(builder.card.pooling.template, builder.tokenizer)
+    pooling = builder.card.pooling
+    template = _template(pooling.template, pooling.joined, builder.tokenizer)
     if body.instruction is not None and not template.instructed:
         raise ParameterError(
             "The prompt of this reranker has no place for an instruction.", param="instruction"

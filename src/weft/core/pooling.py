@@ -11,6 +11,16 @@ from weft.core.errors import ConfigError, ParameterError, UnsuitableModelError
 
 SCORINGS = ("yes-no", "similarity")
 
+# Names of the prompts that stand for a kind of input, the first that a checkpoint has. Documents as
+# sentence-transformers' ``encode_document`` has them; words of Cohere, Voyage and NVIDIA.
+_QUERY, _DOCUMENT = ("query", "search_query"), ("document", "passage", "corpus", "search_document")
+INPUT_TYPES: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("query", "search_query"), _QUERY),
+    **dict.fromkeys(("document", "passage", "search_document"), _DOCUMENT),
+    "classification": ("classification", "Classification"),
+    "clustering": ("clustering", "Clustering"),
+}
+
 _FIELD = re.compile(r"\{(instruction|query|document)\}")
 
 
@@ -47,6 +57,8 @@ class Pooling:
         answers: token ids of yes and no; None: those of the words.
         template: what a pair becomes, with ``{instruction}``, ``{query}`` and ``{document}``;
             empty: Qwen3-Reranker's.
+        joined: a pair is rather what the tokeniser makes of two texts: ``plain``, or ``typed``,
+            where tokens of the second have a type of their own; empty: it is not.
     """
 
     generates: bool = True
@@ -59,6 +71,7 @@ class Pooling:
     sigmoid: bool = True
     answers: tuple[int, int] | None = None
     template: str = ""
+    joined: str = ""
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Pooling:
@@ -95,17 +108,26 @@ class Pooling:
                 param="model",
             )
 
-    def prompt(self, name: str | None = None) -> str:
+    def prompt(self, name: str | None = None, kind: str | None = None) -> str:
         """The text that goes before an input: that of a name, or the default one, if there is any.
 
+        Args:
+            name: of one of the checkpoint's prompts.
+            kind: what the input is, in words of other APIs (``INPUT_TYPES``), or such a name.
+
         Raises:
-            ParameterError: there is no prompt of that name.
+            ParameterError: there is no prompt of that name or kind, or both are given.
         """
+        if None not in (name, kind):
+            raise ParameterError("Give either input_type or prompt_name.", param="input_type")
+        if kind is not None:
+            names = INPUT_TYPES.get(kind, (kind,))
+            name = next((one for one in names if one in self.prompts), kind)
         if name is not None and name not in self.prompts:
             known = ", ".join(f"'{one}'" for one in self.prompts) or "none"
             raise ParameterError(
                 f"This model has no prompt '{name[:200]}'; its prompts: {known}.",
-                param="prompt_name",
+                param="prompt_name" if kind is None else "input_type",
             )
         return self.prompts.get(self.default_prompt if name is None else name, "")
 

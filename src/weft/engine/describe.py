@@ -37,7 +37,7 @@ def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:
         family=model.spec.family,
         parameters=num_parameters(model.spec),
         vocab_size=model.spec.vocab_size,
-        hidden_size=model.spec.hidden_size,
+        hidden_size=model.spec.vector_size,
         max_model_len=resolved.max_model_len,
         max_num_seqs=resolved.max_num_seqs,
         block_size=resolved.block_size,

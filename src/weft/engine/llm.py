@@ -315,26 +315,31 @@ class LLM:
         return self._chat_template
 
     def embed(
-        self, prompts: Prompt | Seq[Prompt], prompt_name: str | None = None
+        self,
+        prompts: Prompt | Seq[Prompt],
+        prompt_name: str | None = None,
+        *,
+        input_type: str | None = None,
+        dimensions: int | None = None,
     ) -> list[NDArray[np.float32]]:
-        """Return a vector [hidden size] for each prompt, of length one if the checkpoint says so.
-
-        It is the hidden state of the last token after the final norm, which has seen all others.
+        """Return a vector for each prompt, pooled as ``served.pooling`` says.
 
         Args:
-            prompt_name: of the checkpoint's prompts the one that goes before each text; None: its
-                default one, if it has any.
+            prompt_name, input_type: of the checkpoint's prompt before each text; None: its default.
+            dimensions: so many first numbers, scaled to length one again (Matryoshka).
 
         Raises:
             UnsuitableModelError: the model has no vectors.
             ParameterError: a prompt is wrong; nothing was started.
             WeftError: the engine could not compute a prompt.
         """
-        import numpy as np
+        from weft.api.embeddings import check_dimensions, shortened
 
-        self.served.pooling.check_embeds(self.served.name)
+        pooling = self.served.pooling
+        pooling.check_embeds(self.served.name)
+        before = pooling.prompt(prompt_name, input_type)
+        check_dimensions(dimensions, self.served.hidden_size)
         sampling = SamplingParams(max_tokens=1, seed=0).with_defaults({})
-        before = self.served.pooling.prompt(prompt_name)
         given = [before + one if isinstance(one, str) else one for one in _prompt_list(prompts)]
         requests = [
             Request(next(self._ids), tuple(self.check_prompt(prompt)), sampling, embed=True)
@@ -344,8 +349,8 @@ class LLM:
         for update in self._updates(requests):
             if update.error is not None:
                 raise update.error
-            if update.embedding is not None:
-                vectors[update.sequence_id] = np.frombuffer(update.embedding, np.float32)
+            if (found := update.embedding) is not None:
+                vectors[update.sequence_id] = shortened(found, dimensions, unit=pooling.unit)
         return [vectors[request.id] for request in requests]
 
     def score(self, query: str, documents: Seq[str], instruction: str | None = None) -> list[float]:

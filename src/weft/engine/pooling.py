@@ -40,7 +40,15 @@ def find_pooling(config: EngineConfig, source: Path, spec: ModelSpec) -> Pooling
         sigmoid=spec.sigmoid_scores,
         answers=answers,
         template=template,
+        joined=_joined(spec),
     )
+
+
+def _joined(spec: ModelSpec) -> str:
+    """How a cross encoder has its pairs; empty of other models."""
+    if spec.encoder is None or spec.head != "score":
+        return ""
+    return "typed" if spec.encoder.typed_pairs else "plain"
 
 
 def _scoring(config: EngineConfig, source: Path, spec: ModelSpec, *, reranks: bool) -> str:
@@ -68,10 +76,11 @@ def _scoring(config: EngineConfig, source: Path, spec: ModelSpec, *, reranks: bo
 
 def _template(config: EngineConfig, scoring: str, spec: ModelSpec) -> str:
     """The prompt of a pair; empty where it is Qwen3-Reranker's, or there is none."""
-    if scoring not in ("yes-no", "head"):
+    if scoring not in ("yes-no", "head") or _joined(spec):
         if config.score_template is not None:
             raise ConfigError(
-                "score_template is the prompt of a reranker, as which this model is not served.",
+                "score_template is the prompt of a reranker, as which this model is not served, or "
+                "whose tokeniser joins the texts of a pair.",
                 param="score_template",
             )
         return ""

@@ -327,7 +327,7 @@ def _info(engine: Engine, ready: bool) -> EngineInfo:
         max_num_seqs=resolved.max_num_seqs,
         max_num_batched_tokens=resolved.max_num_batched_tokens,
         vocab_size=engine.model.spec.vocab_size,
-        hidden_size=engine.model.spec.hidden_size,
+        hidden_size=engine.model.spec.vector_size,
         block_size=resolved.block_size,
         blocks=pool.num_blocks,
         free_blocks=pool.available,

@@ -280,10 +280,12 @@ def pooled_states(
 def pooled(decoder: Decoder, state: Array) -> bytes:
     """What a model makes of a hidden state [C], as float32 bytes.
 
-    A classifier the number of its one label, before any activation; others the state, at length one
-    if the model's vectors have that.
+    A classifier the number of its one label, before any activation; others the state, or what their
+    products make of it, at length one if the model's vectors have that.
     """
     vector = to_numpy(state).astype(np.float64)
+    for layer in decoder.dense:
+        vector = layer(vector)
     if decoder.score is not None:
         vector = to_numpy(decoder.score).astype(np.float64) @ vector  # [1]
     elif decoder.spec.unit_states:

@@ -280,6 +280,7 @@ class FusedStack(Protocol):
         window: int | None,
         softcap: float | None,
         sinks: Array | None = None,
+        causal: bool = True,
     ) -> None: ...
 
     def run(self, ids: Array, positions: Array, groups: Sequence[AttentionMetadata]) -> Array: ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -57,12 +57,14 @@ class Norms:
 
 @dataclass(frozen=True)
 class Biases:
-    """Biases of the products of a layer, None where it has none."""
+    """Biases of the products and norms of a layer, None where it has none."""
 
     qkv_bias: Array | None
     output_bias: Array | None
     gate_up_bias: Array | None  # without a gate that of ``up``
     down_bias: Array | None
+    post_attention_norm_bias: Array | None = None  # of norms of sums, as the next one
+    post_mlp_norm_bias: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class LayerShape:
     post_eps: float | None = None  # of norms after attention and the MLP, if not ``norm_eps``
     feeds_forward: bool = True  # an MLP or experts follow attention
     gating: str | None = None  # ``sigmoid`` or ``softplus``, of a gate of attention's output
+    norms_sums: bool = False  # norms after attention and the MLP are of sums with the residual
 
 
 @dataclass(frozen=True)
@@ -226,6 +229,8 @@ class StackParts:
         norm: [C], the weight of the final norm; ``norm_plus_one`` adds 1 to it, and with
             ``norm_centred`` it subtracts the mean first.
         embedding_norm: embeddings are normalised without a weight.
+        embed: gives embeddings [T, C] of ids and positions [T], in place of the above.
+        normalises: there is a final norm, else layers end with one.
     """
 
     embedding: Any
@@ -236,6 +241,8 @@ class StackParts:
     inputs: LayerInputs | None = None
     norm_centred: bool = False
     embedding_norm: bool = False
+    embed: Callable[[Array, Array], Array] | None = None
+    normalises: bool = True
 
 
 class Packed(Protocol):
@@ -291,6 +298,8 @@ def check_parts(parts: LayerParts) -> None:
         "scalar": (1,),
         "expert_scale": (experts,),
         **{name: (hidden,) for name in vars(parts.norms) if name != "qk_norm"},
+        "post_attention_norm_bias": (hidden,),
+        "post_mlp_norm_bias": (hidden,),
     }
     given_parts = {**matrices, **vars(parts.norms), **vars(parts.biases), "scalar": parts.scalar}
     if parts.experts is not None:

@@ -102,7 +102,8 @@ def act_mul(gate_up: Tensor, activation: str, numbers: Tensor | None = None) -> 
     ``swiglu_oai`` is that of gpt-oss: (up + 1) * gate * sigmoid(1.702 * gate), where gates are at
     most 7 and the others within [-7, 7]. ``silu`` with a limit (``parts.limited``) is at most that,
     times what is within [-limit, limit] (Step 3.5). ``relu2`` has no gate: it squares what is
-    above 0 of [..., I] (So et al. 2021, Primer). ``xielu`` has none, either (Huang and Schlag
+    above 0 of [..., I] (So et al. 2021, Primer). ``gelu`` has none; ``geglu`` is the same of gates,
+    ``gelu_tanh`` nearly so. ``xielu`` has none, either (Huang and Schlag
     2025), but four ``numbers`` [4]: softplus makes the slope of its square of the first and, less
     that of its linear part, the slope of its exponential of the second; the slope of the linear
     part; and the largest number that the exponential takes.
@@ -125,13 +126,15 @@ def act_mul(gate_up: Tensor, activation: str, numbers: Tensor | None = None) -> 
         y = functional.silu(gate) * up
     elif (limit := limit_of(activation)) is not None:
         y = functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+    elif activation == "geglu":
+        y = functional.gelu(gate) * up
     elif activation == "gelu_tanh":
         y = functional.gelu(gate, approximate="tanh") * up
     elif activation == "swiglu_oai":
         gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
         y = (up + 1) * gate * (SWIGLU_ALPHA * gate).sigmoid()
     else:
-        known = "silu, gelu_tanh, swiglu_oai, relu2, xielu"
+        known = "silu, geglu, gelu_tanh, swiglu_oai, relu2, xielu"
         raise ValueError(f"unknown activation '{activation}'; known: {known}")
     return y.to(gate_up.dtype)
 

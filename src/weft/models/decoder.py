@@ -29,6 +29,8 @@ from weft.kernels.collectives import ByRows
 from weft.kernels.delta import LayerStates, StateBatch
 from weft.kernels.interface import FusedStack, OpTable, RecurrentStack, Weight
 from weft.kernels.parts import LayerInputs, StackParts
+from weft.models.encoder_parts import dense_layers, token_types
+from weft.models.encoder_spec import EncoderSpec
 from weft.models.fused import fuse
 from weft.models.latent import expand_latent, project_latent
 from weft.models.layers import (
@@ -90,7 +92,9 @@ class Decoder:
             )
         self.embed_positions = weights.get("embed_positions")  # [P, C], of encoders; so are those
         self.embed_types: Array = weights.get("embed_types")  # [K, C]
-        self.norm_bias: Array = weights.get("norm_bias")  # [C], with the norm of embeddings
+        self.embed_norm: Array | None = weights.get("embed_norm")  # [C]
+        self.embed_norm_bias: Array | None = weights.get("embed_norm_bias")  # [C]
+        self.dense = dense_layers(spec, weights)
         self.per_layer_embedding = weights.get("per_layer_embed")  # [V', L * P]
         self.per_layer_projection = weights.get("per_layer_projection")  # [L * P, C]
         self.per_layer_norm = weights.get("per_layer_norm")  # [P]
@@ -136,7 +140,8 @@ class Decoder:
     def _norm(self) -> Array:
         """A norm [C], which every stage has."""
         first = self.layers[0]
-        return first.input_norm if self.spec.pre_norms else first.post_attention_norm
+        norms = first.input_norm, first.mlp_norm, first.post_attention_norm
+        return next(norm for norm in norms if norm is not None)
 
     def _plain_qk_norm(self, kind: LayerSpec) -> Array:
         """Weights [H + Hkv, D] that change nothing, for norms of Q and K without any."""
@@ -234,12 +239,14 @@ class Decoder:
         parts = StackParts(
             self.embedding,
             spec.embedding_scale,
-            self.final_norm,
+            self._norm if spec.norms_sums else self.final_norm,
             spec.norm_eps,
             self._final_plus_one,
             inputs,
             spec.norm_centred,
             spec.embedding_norm,
+            self.embed if spec.encoder is not None else None,
+            not spec.norms_sums,
         )
         stack = self.ops.fused.stack(parts)
         ropes = zip(spec.ropes, self._frequencies, self._query_scales, strict=True)
@@ -260,6 +267,7 @@ class Decoder:
                 window=at.window,
                 softcap=at.softcap,
                 sinks=self.sinks(number),
+                causal=at.causal,
             )
         return stack
 
@@ -285,15 +293,29 @@ class Decoder:
             positions: [T] int64, which encoders need.
         """
         embedded = self._look_up(input_ids, self.embedding, self.spec.vocab_size)
-        if (encoder := self.spec.encoder) is not None:
-            assert positions is not None
-            places = self.ops.embedding(positions + encoder.first_position, self.embed_positions)
-            embedded = embedded + self.embed_types[:1] + places
-            return biased_norm(self.spec, embedded, self.final_norm, self.norm_bias, self.ops)
+        if self.spec.encoder is not None:
+            embedded = self._beside_tokens(self.spec.encoder, embedded, input_ids, positions)
         embedded = scaled(embedded, self.spec.embedding_scale)
         if self.spec.embedding_norm:
             embedded = self.ops.rms_norm(embedded, None, self.spec.norm_eps, False)
         return embedded
+
+    def _beside_tokens(
+        self, encoder: EncoderSpec, embedded: Array, ids: Array, positions: Array | None
+    ) -> Array:
+        """Return embeddings [T, C] with what an encoder adds to them, normalised if it does."""
+        if encoder.token_types:
+            types = self.embed_types[:1]
+            if encoder.typed_pairs:
+                types = self.ops.embedding(token_types(ids, positions), self.embed_types)
+            embedded = embedded + types
+        if encoder.positions:
+            assert positions is not None
+            places = self.ops.embedding(positions + encoder.first_position, self.embed_positions)
+            embedded = embedded + places
+        if not encoder.embedding_norm:
+            return embedded
+        return biased_norm(self.spec, embedded, self.embed_norm, self.embed_norm_bias, self.ops)
 
     def _look_up(self, ids: Array, table: Weight, size: int) -> Array:
         """Return the rows of ids [T] of a table of so many rows, each of which some rank has."""
@@ -395,7 +417,7 @@ class Decoder:
         attended = gated(spec, weights, attended, residual, ops)
         y = ops.linear(attended.reshape(len(attended), -1), weights.output, weights.output_bias)
         y = ops.ranks.sum(y)  # [T, C], or a rank's rows of that
-        if spec.encoder is not None:
+        if spec.norms_sums:
             first = weights.post_attention_norm, weights.post_attention_norm_bias
             residual = biased_norm(spec, residual + y, *first, ops)
             y = feed_forward(spec, spec.layers[layer], weights, residual, ops)
@@ -417,9 +439,9 @@ class Decoder:
         return residual if weights.layer_scalar is None else residual * weights.layer_scalar
 
     def finish(self, residual: Array) -> Array:
-        """Return the final norm of the residual [T, C], which encoders have in their layers."""
+        """Return the final norm of the residual [T, C], where its layers do not end with it."""
         spec = self.spec
-        if spec.encoder is not None:
+        if spec.norms_sums:
             return residual
         plus_one, centred = self._final_plus_one, spec.norm_centred
         return self.ops.rms_norm(residual, self.final_norm, spec.norm_eps, plus_one, centred)

@@ -9,7 +9,7 @@ from weft.models.bailing import BAILING
 from weft.models.cohere import COHERE
 from weft.models.conv_families import CONV_FAMILIES
 from weft.models.encoders import ENCODERS
-from weft.models.family import Family, Reader
+from weft.models.family import CLASSIFIER, Family, Reader
 from weft.models.gemma import GEMMA
 from weft.models.hybrids import HYBRIDS
 from weft.models.kimi import KIMI
@@ -42,6 +42,11 @@ def _checkpoints() -> Iterator[tuple[str, str, tuple[Family, Reader]]]:
 
 BY_ARCHITECTURE = {architecture: found for architecture, _, found in _checkpoints()}
 BY_ARCHITECTURE |= {alias: (row, row.read) for row in ROWS for alias in row.aliases}
+BY_ARCHITECTURE |= {
+    row.architecture.removesuffix("Model") + CLASSIFIER: (row, row.classifier)
+    for row in ROWS
+    if row.classifier is not None
+}
 BY_MODEL_TYPE = {model_type: found for _, model_type, found in _checkpoints()}
 GGUF_FAMILIES = {
     name: row

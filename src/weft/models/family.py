@@ -19,6 +19,7 @@ OTHER_TOWERS = (
     r"(model\.)?(visual|vision_tower|vision_adapter|vision_projection|audio_tower|"
     r"multi_modal_projector|mm_projector|embed_vision|embed_audio)\..*"
 )
+CLASSIFIER = "ForSequenceClassification"  # the end of names of architectures with such a head
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 # From a config, and the longest sequence that will be served if one is set, to the model.
@@ -44,6 +45,8 @@ class Family:
         read: reads its configs; leaves ``ModelSpec.family`` open.
         multimodal: kinds of its checkpoints that have further towers.
         aliases: other architectures that ``config.json`` may call it.
+        classifier: reads its checkpoints that score pairs of texts; None: they are read as others,
+            and the head of tokens is replaced.
         gguf: how files of llama.cpp store it; None where they are not read.
         unsound_kv: types of KV under which results do not stay what they are, and why.
     """
@@ -56,6 +59,7 @@ class Family:
     gguf: GgufForm | None = None
     unsound_kv: Mapping[str, str] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
+    classifier: Reader | None = None
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def fusable(spec: ModelSpec, layer: LayerSpec, fused: Fused, ranks: int = 1) -> 
 
     Norms over the heads of all ranks have a sum over ranks in the middle.
     """
-    if spec.encoder is not None:
+    if spec.encoder is not None and not fused.every_layer:
         return False
     if ranks > 1 and (layer.state is not None or spec.qk_norm_whole):
         return False
@@ -108,11 +108,12 @@ def fuse(
         post_eps=spec.post_norm_eps,
         feeds_forward=layer.has_feed_forward,
         gating=None if spec.output_gate is None else spec.output_gate.kind,
+        norms_sums=spec.norms_sums,
     )
     matrices = {name: getattr(weights, name) for name in MATRICES}
     matrices = {name: matrix for name, matrix in matrices.items() if matrix is not None}
     norms = Norms(**{name: getattr(weights, name) for name in Norms.__annotations__})
-    biases = Biases(weights.qkv_bias, weights.output_bias, weights.gate_up_bias, weights.down_bias)
+    biases = Biases(**{name: getattr(weights, name) for name in Biases.__annotations__})
     experts = None
     if layer.moe:
         assert spec.moe is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from weft.models.config_reader import ConfigReader
+from weft.models.encoder_spec import EncoderSpec
 from weft.models.family import (
     FULL,
     SLIDING,
@@ -21,6 +22,7 @@ from weft.models.family import (
 from weft.models.gguf_form import GgufForm
 from weft.models.gguf_mixers import gemma4 as gemma4_metadata
 from weft.models.gguf_names import GEMMA4_NAMES
+from weft.models.pooling import as_encoder
 from weft.models.rope_config import read_layer_ropes, read_rope
 from weft.models.spec import LayerSpec, ModelSpec, MoeSpec
 
@@ -72,7 +74,10 @@ def gemma2(config: ConfigReader, limit: int | None) -> ModelSpec:
 
 
 def gemma3(config: ConfigReader, limit: int | None) -> ModelSpec:
-    """Gemma 3 text: a global layer after every five local ones, QK norm, two rotary bases."""
+    """Gemma 3 text: a global layer after every five local ones, QK norm, two rotary bases.
+
+    With attention in both directions it gives vectors (EmbeddingGemma, Schechter Vera et al. 2025).
+    """
     config.assume(
         **TEXT_DEFAULTS,
         vocab_size=262_208,
@@ -83,11 +88,14 @@ def gemma3(config: ConfigReader, limit: int | None) -> ModelSpec:
     pattern = config.positive("sliding_window_pattern", 6)
     default = [SLIDING if (i + 1) % pattern else FULL for i in range(sizes.layers)]
     kinds = read_layer_types(config, sizes, default)
+    both_ways = config.flag("use_bidirectional_attention", False)
+    if both_ways and window is not None:  # it counts what a query sees before itself and behind
+        window = window // 2 + 1
     contexts = {FULL: sizes.rope_context(theta=1_000_000.0), SLIDING: sizes.rope_context()}
     ropes = read_layer_ropes(config, contexts)
     bias = config.flag("attention_bias", False)
     config.ignore("hidden_act")
-    return ModelSpec(
+    spec = ModelSpec(
         layers=tuple(
             sizes.layer(window=window, rope=1) if kind == SLIDING else sizes.layer()
             for kind in kinds
@@ -103,6 +111,7 @@ def gemma3(config: ConfigReader, limit: int | None) -> ModelSpec:
         embedding_scale=sizes.hidden**0.5,
         **read_common(config, sizes, activation="hidden_activation"),
     )
+    return as_encoder(spec, EncoderSpec()) if both_ways else spec
 
 
 def gemma4(config: ConfigReader, limit: int | None) -> ModelSpec:

@@ -357,15 +357,16 @@ def add_per_layer_input(
 
 
 def pre_norm(spec: ModelSpec, x: Array, weight: Array | None, ops: OpTable) -> Array:
-    """Return the norm of ``x`` [T, C] before attention or the MLP, where the model has one."""
-    return _norm(spec, x, weight, ops) if spec.pre_norms else x
+    """Return the norm of ``x`` [T, C] before attention or the MLP, where the layer has one."""
+    return _norm(spec, x, weight, ops) if weight is not None else x
 
 
 def biased_norm(
     spec: ModelSpec, x: Array, weight: Array | None, bias: Array | None, ops: OpTable
 ) -> Array:
-    """Return the norm of ``x`` [T, C] with its bias."""
-    return _norm(spec, x, weight, ops) + bias
+    """Return the norm of ``x`` [T, C] with its bias, if it has one."""
+    found = _norm(spec, x, weight, ops)
+    return found if bias is None else found + bias
 
 
 def _norm(spec: ModelSpec, x: Array, weight: Array | None, ops: OpTable) -> Array:

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from weft.kernels.parts import UNGATED
 from weft.kernels.storage import GATED, Storage, computed_as
+from weft.models.encoder_layout import beside_tokens, dense
 from weft.models.latent_layout import latent_up
-from weft.models.parameter import Parameter, Piece, Shape, stack, whole
+from weft.models.parameter import Parameter, Piece, Shape, renamed_on_disk, stack, whole
 from weft.models.quant_config import GGUF, StoredWeights
 from weft.models.shard import WHOLE, Shard, cut, has_mlp
 from weft.models.spec import (
     CheckpointLayout,
-    EncoderSpec,
     LatentSpec,
     LayerSpec,
     ModelSpec,
@@ -40,8 +40,8 @@ FP8 = Storage(8, None, "float32", format="e4m3")
 # Whatever the dtype of the model: it separates close weights, says how fast states decay, or is a
 # number that all of an MLP is multiplied with.
 KEPT_FLOAT32 = {"correction_bias", "forget_rate", "forget_bias", "activation"}
+KEPT_FLOAT32 |= {"dense", "dense_bias", "dense_norm"}  # of single vectors, multiplied on the host
 XIELU: dict[str, Shape] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
-EXPERT = re.compile(r"\.(\d+)\.")
 
 
 def parameters(spec: ModelSpec, *, stacked_experts: bool = False) -> Iterator[Parameter]:
@@ -78,31 +78,19 @@ def parameters(spec: ModelSpec, *, stacked_experts: bool = False) -> Iterator[Pa
             yield _within_layer(number, stored, parameter, spec.layout)
     if not stage.ends:
         return
-    if spec.encoder is not None:
-        yield from _beside_tokens(spec, spec.encoder)
-        return
-    yield whole("norm", _renamed("norm.weight", renamed), (hidden,))
-    if spec.head == "score":
+    yield from beside_tokens(spec)
+    yield from dense(spec)
+    if not spec.norms_sums:
+        yield whole("norm", renamed_on_disk("norm.weight", renamed), (hidden,))
+    if spec.head == "score" and not spec.dense:
         yield whole("score", "score.weight", (1, hidden))
     if not spec.tied_embeddings:
         yield whole("lm_head", "lm_head.weight", (spec.vocab_size, hidden))
 
 
-def _beside_tokens(spec: ModelSpec, encoder: EncoderSpec) -> Iterator[Parameter]:
-    """What encoders add to embeddings of tokens, and the norm of the sum."""
-    hidden, renamed = spec.hidden_size, spec.layout.renamed
-    tables = {"positions": encoder.positions, "types": encoder.token_types}
-    for name, rows in tables.items():
-        tensor = _renamed(f"embed_{name}.weight", renamed)
-        yield whole(f"embed_{name}", tensor, (rows, hidden))
-    for kind in ("weight", "bias"):
-        tensor = _renamed(f"embed_norm.{kind}", renamed)
-        yield whole("norm" if kind == "weight" else "norm_bias", tensor, (hidden,))
-
-
 def embedding_name(spec: ModelSpec) -> str:
     """Return what the embedding is called on disk, without a prefix."""
-    return _renamed("embed_tokens.weight", spec.layout.renamed)
+    return renamed_on_disk("embed_tokens.weight", spec.layout.renamed)
 
 
 def num_parameters(spec: ModelSpec) -> int:
@@ -194,7 +182,8 @@ def _within_layer(
     renamed = layout.renamed
 
     def name(tensor: str) -> str:
-        return f"{layout.layers}.{stored}.{_renamed(tensor, renamed) if renamed else tensor}"
+        named = renamed_on_disk(tensor, renamed) if renamed else tensor
+        return f"{layout.layers}.{stored}.{named}"
 
     pieces = tuple(replace(piece, tensor=name(piece.tensor)) for piece in parameter.pieces)
     return Parameter(f"layers.{number}.{parameter.name}", parameter.shape, pieces)
@@ -206,16 +195,6 @@ def _stored_number(layer: LayerSpec, number: int, parameter: Parameter) -> int:
         return number
     of_mlp = parameter.name == "mlp_norm" or parameter.pieces[0].tensor.startswith("mlp.")
     return layer.stored[of_mlp]
-
-
-def _renamed(tensor: str, renamed: Mapping[str, str]) -> str:
-    """Return what a tensor is called on disk."""
-    found = EXPERT.search(tensor)
-    number = "" if found is None else found[1]
-    key = EXPERT.sub(".*.", tensor)
-    part, dot, kind = key.rpartition(".")
-    name = renamed[key] if key in renamed else f"{renamed.get(part, part)}{dot}{kind}"
-    return name.replace("*", number)
 
 
 def _mixer(spec: ModelSpec, layer: LayerSpec) -> Iterator[Parameter]:
@@ -368,8 +347,10 @@ def _norms(spec: ModelSpec, layer: LayerSpec) -> Iterator[Parameter]:
     for name, tensor in names.items():
         if "mlp" in name and not layer.has_feed_forward:
             continue
+        if name == "input_norm" and layer.plain_input:
+            continue
         yield whole(name, f"{tensor}.weight", (spec.hidden_size,))
-        if spec.encoder is not None:
+        if spec.encoder is not None and spec.encoder.norm_bias:
             yield whole(f"{name}_bias", f"{tensor}.bias", (spec.hidden_size,))
 
 

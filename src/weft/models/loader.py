@@ -27,6 +27,7 @@ from weft.kernels.quantized import stacked
 from weft.kernels.storage import MULTIPLIED, Storage, computed_as
 from weft.models.coded_pieces import KV_SCALES, CodedPieces
 from weft.models.decoder import Decoder
+from weft.models.encoder_layout import dense_tensors
 from weft.models.gguf import GgufFile
 from weft.models.gguf_pieces import GgufPieces
 from weft.models.host_part import HostPart
@@ -132,8 +133,9 @@ class Checkpoint:
         """
         self._spec = spec
         self._folder = folder
+        self._beside = {"lm_head.weight", "score.weight"} | dense_tensors(spec)
         paths = [folder] if folder.is_file() else weight_files(folder)
-        self._open = {path: _open(path, files) for path in paths}
+        self._open = {path: _open(path, files, folder) for path in paths}
         self._stored = self._read_headers()
         self._prefix = self._find_prefix()
         experts = (".experts.down_proj", ".experts.down_proj_blocks")
@@ -337,7 +339,7 @@ class Checkpoint:
         return self._spec.layout.prefixes[0]
 
     def _full_name(self, piece: Piece) -> str:
-        if piece.tensor not in ("lm_head.weight", "score.weight"):
+        if piece.tensor not in self._beside:
             name, other = self._prefix + piece.tensor, self._spec.layout.other_mlp
             if other and name not in self._stored:
                 renamed = name.replace(".mlp.", f".{other}.")
@@ -479,8 +481,8 @@ def _place(piece: Piece, weight: Any) -> tuple[Any, int]:
     return (weight[number[0]] if number else weight), first
 
 
-def _open(path: Path, files: ExitStack) -> SafetensorsFile | GgufFile:
-    return GgufFile(path) if is_gguf(path) else SafetensorsFile(path, files)
+def _open(path: Path, files: ExitStack, folder: Path) -> SafetensorsFile | GgufFile:
+    return GgufFile(path) if is_gguf(path) else SafetensorsFile(path, files, folder)
 
 
 def _tensors(path: Path, file: SafetensorsFile | GgufFile) -> Iterator[StoredTensor]:

@@ -13,7 +13,7 @@ _ENDING = re.compile(r"(For[A-Z]\w*|LMHeadModel|Model)$")
 _LATENT = "multi-head latent attention (MLA)"
 _SPARSE = "sparse attention by an indexer"
 _STATE = "its kind of recurrent layers (the delta rule, KDA, Mamba-2 and convolutions are known)"
-_ENCODER = "this kind of encoder (BERT, RoBERTa and XLM-RoBERTa are known)"
+_ENCODER = "this kind of encoder (BERT, RoBERTa, XLM-RoBERTa and ModernBERT are known)"
 _READER = "what reads its config and names its tensors"
 _OLDER = "biases of LayerNorm, and MLPs without a gate"
 _VISION = "towers for images, sound or video, and no text part of this checkpoint is known"
@@ -51,8 +51,8 @@ _MISSING = {
         _READER
     ),
     r"(Refact|CodeShell|Maincoder|SmallThinker|PanguEmbedded|IQuestCoder|Deepseek).*": _READER,
-    r"(Bert|Roberta|XLMRoberta)For.*": "heads of encoders: cross encoders and classifiers",
-    r".*(Bert|BERT|Roberta|Nomic|Electra|MPNet|Deberta).*|EmbeddingGemma.*": _ENCODER,
+    r"(Bert|Roberta|XLMRoberta|ModernBert)For.*": "heads of encoders but cross encoders'",
+    r".*(Bert|BERT|Roberta|Nomic|Electra|MPNet|Deberta).*|NewModel|Gte.*": _ENCODER,
     r"(T5|MT5|UMT5|Bart|MBart|Pegasus|Marian|M2M100|Whisper|T5Gemma).*": "encoder-decoder models",
     r".*ForSequenceClassification|.*ForTokenClassification|.*ForRewardModel": (
         "its head, which gives classes and no tokens"

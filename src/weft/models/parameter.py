@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Shape = tuple[int, ...]
+EXPERT = re.compile(r"\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -84,3 +87,13 @@ def stack(name: str, parts: list[tuple[str, int]], *columns: int) -> Parameter:
         pieces.append(Piece(tensor, (rows, *columns), (slice(start, start + rows),)))
         start += rows
     return Parameter(name, (start, *columns), tuple(pieces))
+
+
+def renamed_on_disk(tensor: str, names: Mapping[str, str]) -> str:
+    """Return what a tensor is called on disk, by ``CheckpointLayout.renamed``."""
+    found = EXPERT.search(tensor)
+    number = "" if found is None else found[1]
+    key = EXPERT.sub(".*.", tensor)
+    part, dot, kind = key.rpartition(".")
+    name = names[key] if key in names else f"{names.get(part, part)}{dot}{kind}"
+    return name.replace("*", number)

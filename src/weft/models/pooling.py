@@ -1,29 +1,31 @@
 """Reads how a checkpoint pools: sentence-transformers' modules, prompts, and rerankers' marks.
 
-The files: https://sbert.net/docs/sentence_transformer/usage/custom_models.html. Torch-free.
+Torch-free.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from weft.core.errors import UnsupportedModelError, short
-from weft.core.json_files import read_object, read_text
+from weft.core.json_files import read_object
 from weft.models.config_reader import ConfigReader
+from weft.models.encoder_spec import DenseSpec, EncoderSpec
+from weft.models.modules_file import DENSE, MODULES, listed_modules
 from weft.models.spec import ModelSpec
 
-MODULES = "modules.json"
 PROMPTS = "config_sentence_transformers.json"
-MOST_MODULES, MOST_PROMPTS, MOST_PROMPT_CHARS = 16, 64, 10_000
+MOST_PROMPTS, MOST_PROMPT_CHARS = 64, 10_000
 SIGMOID = "Sigmoid"
 UNREAD = {"Transformer"}  # modules that are the model itself
 # Modes of pooling with ``ModelSpec.pooled``. States of a decoder but the last one know a part of
 # the text only.
 POOLED = {"lasttoken": "last", "cls": "first", "mean": "mean"}
+# Classes of torch with ``DenseSpec.activation``.
+DENSE_ACTIVATIONS = {"Identity": "identity", "Tanh": "tanh", "GELU": "gelu"}
 _SERVE_BARE = f"remove {MODULES} to serve the model without its modules"
 
 
@@ -33,12 +35,14 @@ class Modules:
 
     Attributes:
         pooled: which states make vectors of texts, see ``ModelSpec.pooled``; empty: they make none.
-        unit: these are scaled to length 1.
+        dense: products that these go through.
+        unit: they are scaled to length 1 then.
         answers: token ids of yes and no, whose logits make a score.
         prompts, default_prompt: see `weft.core.pooling.Pooling`.
     """
 
     pooled: str = ""
+    dense: tuple[DenseSpec, ...] = ()
     unit: bool = False
     answers: tuple[int, int] | None = None
     prompts: Mapping[str, str] = field(default_factory=dict)
@@ -52,23 +56,27 @@ def read_modules(folder: Path) -> Modules | None:
         UnsupportedModelError: a file is not what it should be, or a module is one that weft does
             not implement: another kind of pooling, or a further layer.
     """
-    if not (folder / MODULES).is_file():
+    listed = listed_modules(folder)
+    if not listed:
         return None
-    found = Modules()
-    for kind, path in _listed(folder):
+    prompts, default = _prompts(folder)
+    found = Modules(prompts=prompts, default_prompt=default)
+    for kind, path in listed:
         if kind == "Pooling":
-            found = replace(found, pooled=_pooled(_config(folder, path), path))
+            found = replace(found, pooled=_pooled(_config(folder, path), path, prompts))
+        elif kind == DENSE and found.pooled and not found.unit:
+            found = replace(found, dense=(*found.dense, _dense(_config(folder, path), path)))
         elif kind == "Normalize":
             found = replace(found, unit=True)
         elif kind == "LogitScore":
             found = replace(found, answers=_answers(_config(folder, path), path))
         elif kind not in UNREAD:
             raise UnsupportedModelError(
-                f"{MODULES}: the module '{short(kind)}' is not supported; {_SERVE_BARE}.",
+                f"{MODULES}: the module '{short(kind)}' is not supported"
+                f"{' there' if kind == DENSE else ''}; {_SERVE_BARE}.",
                 param=MODULES,
             )
-    prompts, default = _prompts(folder)
-    return replace(found, prompts=prompts, default_prompt=default)
+    return found
 
 
 def read_activation(config: ConfigReader) -> bool:
@@ -102,7 +110,31 @@ def with_modules(spec: ModelSpec, folder: Path) -> ModelSpec:
             f"'lasttoken'; {_SERVE_BARE}.",
             param="pooling_mode",
         )
-    return replace(without_head(spec, "none"), unit_states=modules.unit, pooled=modules.pooled)
+    width = spec.hidden_size
+    for one in modules.dense:
+        if one.inputs != width:
+            raise UnsupportedModelError(
+                f"{one.folder}/config.json: in_features is {one.inputs}, but it is given {width} "
+                "numbers; download the folder again.",
+                param="in_features",
+            )
+        width = one.outputs
+    return replace(
+        without_head(spec, "none"),
+        unit_states=modules.unit,
+        pooled=modules.pooled,
+        dense=modules.dense,
+    )
+
+
+def as_encoder(spec: ModelSpec, encoder: EncoderSpec) -> ModelSpec:
+    """The spec of a model that reads a text in both directions, and gives the mean of its states.
+
+    The token that engines choose behind each text, and pass over, needs no position.
+    """
+    longest = spec.max_position_embeddings + 1
+    spec = replace(without_head(spec, "none"), encoder=encoder, pooled="mean")
+    return replace(spec, max_position_embeddings=longest)
 
 
 def without_head(spec: ModelSpec, head: str) -> ModelSpec:
@@ -117,39 +149,33 @@ def without_head(spec: ModelSpec, head: str) -> ModelSpec:
     return replace(spec, head=head, tied_embeddings=True, layout=layout)
 
 
-def _listed(folder: Path) -> list[tuple[str, str]]:
-    """The class and folder of each module."""
-    text = read_text(folder / MODULES, UnsupportedModelError)
-    try:
-        listed = json.loads(text)
-    except (ValueError, RecursionError):
-        listed = None
-    whole = isinstance(listed, list) and 0 < len(listed) <= MOST_MODULES
-    if not whole or not all(_is_module(one) for one in listed):
-        raise UnsupportedModelError(
-            f"{MODULES} is not a list of up to {MOST_MODULES} modules with type and path; download "
-            "the file again.",
-            param=MODULES,
-        )
-    return [(one["type"].rpartition(".")[2], one.get("path", "")) for one in listed]
-
-
-def _is_module(value: Any) -> bool:
-    if not isinstance(value, dict) or not isinstance(value.get("type"), str):
-        return False
-    path = value.get("path", "")
-    if not isinstance(path, str):
-        return False
-    parts = PurePosixPath(path)
-    return not parts.is_absolute() and ".." not in parts.parts and "\0" not in path
-
-
 def _config(folder: Path, path: str) -> dict[str, Any]:
     """The configuration of a module; a typed error if its folder did not come along."""
     return read_object(folder / path / "config.json", UnsupportedModelError)
 
 
-def _pooled(config: Mapping[str, Any], path: str) -> str:
+def _dense(config: Mapping[str, Any], path: str) -> DenseSpec:
+    """A module that multiplies: sentence-transformers' Dense."""
+    reader = ConfigReader(config, f"{path}/config.json")
+    for key in ("module_input_name", "module_output_name"):
+        reader.choice(key, "sentence_embedding", ("sentence_embedding",))
+    named = str(reader.value("activation_function", "torch.nn.modules.activation.Tanh"))
+    kind = named.rpartition(".")[2]
+    if kind not in DENSE_ACTIVATIONS:
+        reader.refuse("activation_function", named, f"supported: {', '.join(DENSE_ACTIVATIONS)}")
+    found = DenseSpec(
+        "linear",
+        reader.positive("in_features"),
+        reader.positive("out_features"),
+        bias=reader.flag("bias", True),
+        activation=DENSE_ACTIVATIONS[kind],
+        folder=PurePosixPath(path).as_posix(),
+    )
+    reader.finish()
+    return found
+
+
+def _pooled(config: Mapping[str, Any], path: str, prompts: Mapping[str, str]) -> str:
     """Which states a module of pooling takes; see ``ModelSpec.pooled``."""
     modes = config.get("pooling_mode")
     if modes is None:
@@ -165,7 +191,14 @@ def _pooled(config: Mapping[str, Any], path: str) -> str:
             f"{', '.join(POOLED)}; {_SERVE_BARE}.",
             param="pooling_mode",
         )
-    return POOLED[str(names[0])]
+    pooled = POOLED[str(names[0])]
+    if pooled == "mean" and prompts and config.get("include_prompt") is False:
+        raise UnsupportedModelError(
+            f"{path}/config.json: a mean without the tokens of prompts is not supported; "
+            f"{_SERVE_BARE}.",
+            param="include_prompt",
+        )
+    return pooled
 
 
 def _answers(config: Mapping[str, Any], path: str) -> tuple[int, int]:

@@ -45,14 +45,20 @@ class StoredTensor:
 class SafetensorsFile:
     """A safetensors file, of which nothing but the header is read before a tensor is asked for."""
 
-    def __init__(self, path: Path, files: ExitStack) -> None:
+    def __init__(self, path: Path, files: ExitStack, folder: Path | None = None) -> None:
         """Check the header with the library, which is held open on ``files``.
+
+        Args:
+            folder: of the model; tensors of a file in one of its folders are named by that, too, as
+                in ``2_Dense/linear.weight``.
 
         Raises:
             CheckpointError: the file is damaged, or its header is longer than that of any model.
         """
         _check_header(path)
         self._path = path
+        inside = Path() if folder is None else path.parent.relative_to(folder)
+        self._home = "" if inside == Path() else f"{inside.as_posix()}/"
         try:
             self._library = files.enter_context(safe_open(path, framework="numpy"))
             self._bytes = np.memmap(path, np.uint8, "r")
@@ -70,7 +76,7 @@ class SafetensorsFile:
             view = self._library.get_slice(name)
             offset = 8 + size + header[name]["data_offsets"][0]
             shape = tuple(view.get_shape())
-            yield StoredTensor(name, self._path, shape, view.get_dtype(), offset)
+            yield StoredTensor(self._home + name, self._path, shape, view.get_dtype(), offset)
 
     def read(self, tensor: StoredTensor) -> NDArray[Any]:
         """Return a tensor of one of ``DTYPES``: a view of the mapped file, not to be written."""

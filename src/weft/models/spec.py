@@ -13,6 +13,7 @@ from weft.kernels.delta import DeltaShape
 from weft.kernels.mamba2 import Mamba2Shape
 from weft.kernels.parts import limited
 from weft.kernels.routing import Routing
+from weft.models.encoder_spec import DenseSpec, EncoderSpec
 from weft.models.quant_config import StoredWeights
 
 
@@ -157,23 +158,6 @@ class LatentSpec:
 
 
 @dataclass(frozen=True)
-class EncoderSpec:
-    """A model that reads a text in both directions, whole in one step (Devlin et al. 2018, BERT).
-
-    Its layers normalise residual sums, with biases, and so are embeddings.
-
-    Attributes:
-        positions: rows of the table of positions.
-        first_position: the row of the first token.
-        token_types: rows of the table of kinds of tokens, of which texts have the first.
-    """
-
-    positions: int
-    first_position: int
-    token_types: int
-
-
-@dataclass(frozen=True)
 class LayerSpec:
     """The parameters in which layers may differ."""
 
@@ -190,6 +174,7 @@ class LayerSpec:
     value_is_key: bool = False  # V is the K projection before its norm and rotation
     sinks: bool = False  # each query head has a score without a value (Xiao et al. 2023)
     state: StateSpec | None = None  # in place of attention, whose sizes are then without meaning
+    plain_input: bool = False  # attention reads the residual without a norm
     stored: tuple[int, int] | None = None  # numbers on disk where its MLP is a layer of its own
 
     @property
@@ -356,6 +341,7 @@ class ModelSpec:
     head: str = "tokens"  # or "none"; "score": one number of each state, a classifier's
     encoder: EncoderSpec | None = None
     pooled: str = "last"  # which states make a text's vector: of its last token, "first", or "mean"
+    dense: tuple[DenseSpec, ...] = ()  # what pooled states go through; of a classifier to its label
     unit_states: bool = True  # vectors of texts have length 1
     sigmoid_scores: bool = True  # of rerankers, unless a request asks for logits
     moe: MoeSpec | None = None
@@ -381,6 +367,16 @@ class ModelSpec:
     def expert_activation(self, layer: LayerSpec) -> str:
         """Return the activation of a layer's routed experts."""
         return limited(self.activation, layer.expert_limit)
+
+    @property
+    def norms_sums(self) -> bool:
+        """Whether layers normalise the sums of the residual and what is added to it (BERT)."""
+        return self.encoder is not None and not self.pre_norms
+
+    @property
+    def vector_size(self) -> int:
+        """Numbers of a text's vector."""
+        return self.dense[-1].outputs if self.dense else self.hidden_size
 
     @property
     def num_layers(self) -> int:

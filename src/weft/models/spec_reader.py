@@ -12,6 +12,7 @@ from weft.core.json_files import check_depth, read_object
 from weft.models.bounds import MOST_LAYER_EXPERTS
 from weft.models.config_reader import SHOWN, ConfigReader
 from weft.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE
+from weft.models.family import CLASSIFIER
 from weft.models.gguf import GgufFile
 from weft.models.missing import missing_mechanism, supported_instead
 from weft.models.pooling import read_activation, with_modules, without_head
@@ -68,7 +69,7 @@ def spec_from_config(config: Mapping[str, Any], max_model_len: int | None = None
     stored = read_stored_weights(reader) or spec.stored_weights
     spec = replace(spec, family=family.name, stored_weights=stored)
     spec = replace(spec, sigmoid_scores=read_activation(reader))
-    if head == "score":
+    if "score" in (head, spec.head):
         _check_labels(reader)
     reader.finish()
     _check_experts(reader, spec)
@@ -86,7 +87,7 @@ def _unsupported(architecture: str) -> str:
 
 def _decoder_of(name: str) -> tuple[str, str]:
     """The architecture that has an output head, and what this one has; see ``ModelSpec.head``."""
-    for suffix, head in (("ForSequenceClassification", "score"), ("Model", "none")):
+    for suffix, head in ((CLASSIFIER, "score"), ("TextModel", "none"), ("Model", "none")):
         decoder = name.removesuffix(suffix) + "ForCausalLM"
         if name.endswith(suffix) and decoder in BY_ARCHITECTURE:
             return decoder, head

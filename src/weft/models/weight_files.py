@@ -8,6 +8,7 @@ from pathlib import Path
 from weft.core.errors import CheckpointError, short
 from weft.core.json_files import read_object
 from weft.models.bounds import MOST_INDEX_BYTES
+from weft.models.modules_file import DENSE, listed_modules
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -30,14 +31,19 @@ def is_gguf(path: Path) -> bool:
 def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a folder: those of the index, or the single one.
 
-    A GGUF file stands for itself and the parts that it is split into.
+    Behind them those of sentence-transformers' modules that have weights. A GGUF file stands for
+    itself and the parts that it is split into.
     """
     if folder.is_file():
         return split_files(folder)
-    if (folder / INDEX).is_file():
-        return _indexed_files(folder)
+    found = _indexed_files(folder) if (folder / INDEX).is_file() else [_single_file(folder)]
+    modules = [path for kind, path in listed_modules(folder) if kind == DENSE]
+    return [*found, *(_single_file(folder / path) for path in modules)]
+
+
+def _single_file(folder: Path) -> Path:
     if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
+        return folder / SINGLE
     pickles = sorted(p.name for p in folder.glob("*") if p.suffix in {".bin", ".pt", ".pth"})
     if pickles:
         raise CheckpointError(

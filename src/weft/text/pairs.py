@@ -1,10 +1,10 @@
-"""Prompts of rerankers: a query and a document in a template, as token ids."""
+"""Prompts of rerankers: a query and a document in a template, or joined by marks, as token ids."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from weft.core.errors import ParameterError
+from weft.core.errors import ParameterError, UnsuitableModelError
 from weft.core.pooling import split_template
 from weft.text.tokenizer import Tokenizer
 
@@ -16,6 +16,64 @@ QWEN3_RERANKER = (
     "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
 WEB_SEARCH = "Given a web search query, retrieve relevant passages that answer the query"
+
+
+class JoinedPair:
+    """Two texts as the tokeniser joins them: ``[CLS] query [SEP] document [SEP]``.
+
+    Attributes:
+        instructed: there is no place for an instruction.
+    """
+
+    instructed = False
+
+    def __init__(self, tokenizer: Tokenizer, *, typed: bool) -> None:
+        """Find the marks around texts.
+
+        Args:
+            typed: the model gives the tokens behind the first mark of those that end texts a type
+                of their own.
+
+        Raises:
+            UnsuitableModelError: the tokeniser does not join texts so.
+        """
+        self._tokenizer = tokenizer
+        self._before, self._between, self._after, types = tokenizer.pair_marks()
+        marks = [*self._before, *self._between, *self._after]
+        texts = self._between and self._after
+        if not texts or (typed and types != self._types(marks)):
+            raise UnsuitableModelError(
+                "The tokeniser does not join two texts as this cross encoder needs them, with a "
+                "mark behind each; take the tokeniser of the model.",
+                param="model",
+            )
+
+    def _types(self, marks: list[int]) -> list[int]:
+        """The types of marks: 1 behind the first one that is as the last."""
+        first = marks.index(marks[-1])
+        return [int(at > first) for at in range(len(marks))]
+
+    def encode(
+        self,
+        values: Mapping[str, str],
+        most_document_tokens: int | None = None,
+        most_tokens: int | None = None,
+    ) -> list[int]:
+        """As ``PairTemplate.encode``."""
+        query, document = (
+            self._tokenizer.encode(values[name], add_special_tokens=False)
+            for name in ("query", "document")
+        )
+        head = [*self._before, *query, *self._between]
+        others = len(head) + len(self._after)
+        room = len(document) if most_tokens is None else most_tokens - others
+        if room < min(1, len(document)):
+            raise ParameterError(
+                f"The prompt cannot be cut to {most_tokens} tokens, of which the query and the "
+                f"marks take {others}.",
+                param="truncate_prompt_tokens",
+            )
+        return [*head, *document[:most_document_tokens][:room], *self._after]
 
 
 class PairTemplate:

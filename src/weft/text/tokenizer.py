@@ -29,6 +29,7 @@ MAX_ADDED_TOKENS = 256 * 2**10
 MAX_GROWTH = 256
 COMMON_GROWTH = 8  # up to which a text may have any length; the longest with more:
 MAX_NORMALISED_CHARS = 4 * 2**20
+PAIR = ("a b", "c d")  # of which marks around two texts are read
 
 
 class Tokenizer:
@@ -196,6 +197,25 @@ class Tokenizer:
     def grammar_document(self) -> str:
         """The text of a tokenizer.json for `weft.core.grammar`."""
         return grammar_document(self.reference, self.added_tokens)
+
+    def pair_marks(self) -> tuple[list[int], list[int], list[int], list[int]]:
+        """Return the ids before, between and behind two texts that are joined, and their types.
+
+        All are empty where the tokeniser joins texts in another way.
+        """
+        first, second = (self.reference.encode(text, add_special_tokens=False).ids for text in PAIR)
+        whole = self.reference.encode(*PAIR)
+        ids, types, middle = whole.ids, whole.type_ids, len(whole.ids) - len(second)
+        for start in range(len(ids) - len(first) + 1):
+            stop = start + len(first)
+            if ids[start:stop] != first:
+                continue
+            for then in range(stop, middle + 1):
+                end = then + len(second)
+                if ids[then:end] == second:
+                    marks = types[:start] + types[stop:then] + types[end:]
+                    return ids[:start], ids[stop:then], ids[end:], marks
+        return [], [], [], []
 
     def _promote_named_tokens(self, document: Mapping[str, Any]) -> None:
         """Tokens that the config names are special, whatever tokenizer.json says about them."""

@@ -237,6 +237,7 @@ class Layer:
     residual_scale: float
     centred: bool
     parallel: bool
+    norms_sums: bool
     own_query_angles: bool
     state_gates: Matrix
     state_gate_up: Matrix
@@ -261,8 +262,10 @@ class Layer:
     input_norm: int
     qk_norm: int
     post_attention_norm: int
+    post_attention_norm_bias: int
     mlp_norm: int
     post_mlp_norm: int
+    post_mlp_norm_bias: int
     expert_scale: int
     router_scale: int
     expert_norm: int
@@ -312,6 +315,7 @@ class Stack:
         window: int,
         softcap: float,
         sinks: _View | None,
+        causal: bool,
         /,
     ) -> None: ...
     def add_recurrent(self, layer: Layer, matrices: int, inputs: int, slots: int, /) -> None: ...
@@ -333,6 +337,7 @@ class Stack:
         tokens: int,
         groups: list[tuple[_View, _View, _View, _View, int]],
         hidden: int,
+        embedded: int,
         /,
     ) -> None: ...
     def run_recurrent(

@@ -9,28 +9,6 @@ namespace {
 
 inline vec within(vec x, vec most) { return pick(x > most, most, pick(x < -most, -most, x)); }
 
-inline vec gated(vec gate, vec up, Activation activation, float limit) {
-  if (activation == Activation::silu) return gate * sigmoid(gate) * up;
-  if (activation == Activation::limited) {
-    const vec most = splat(limit), opened = gate * sigmoid(gate);
-    return pick(opened > most, most, opened) * within(up, most);
-  }
-  if (activation == Activation::gelu_tanh) {
-    // 0.5 * x * (1 + tanh(u)) = x / (1 + exp(-2 u))
-    return gate * sigmoid(1.5957691216057308f * (gate + 0.044715f * (gate * gate * gate))) * up;
-  }
-  const vec most = splat(7.0f);
-  gate = pick(gate > most, most, gate);
-  return gate * sigmoid(1.702f * gate) * (within(up, most) + 1.0f);
-}
-
-inline vec open(vec x, Gating gating) {
-  if (gating == Gating::sigmoid) return sigmoid(x);
-  vec y = exp_negative((vec)((ivec)x | (int32_t)0x80000000));  // log(1 + exp(x)), by exp(-|x|)
-  for (int i = 0; i < W; ++i) y[i] = __builtin_log1pf(y[i]) + (x[i] > 0.0f ? x[i] : 0.0f);
-  return y;
-}
-
 // x (1 + erf(x / sqrt(2))) / 2; erf by Abramowitz and Stegun, 7.1.26, off by 1.5e-7 at most.
 inline vec gelu_of(vec x) {
   const vec z = (vec)((ivec)x & 0x7fffffff) * 0.70710678118654752f;
@@ -41,6 +19,29 @@ inline vec gelu_of(vec x) {
   p = (p * t + 0.254829592f) * t;
   const vec half = 0.5f * p * exp_negative(-(z * z));  // of what lies beyond |x|
   return x * pick(x < 0.0f, half, 1.0f - half);
+}
+
+inline vec gated(vec gate, vec up, Activation activation, float limit) {
+  if (activation == Activation::silu) return gate * sigmoid(gate) * up;
+  if (activation == Activation::limited) {
+    const vec most = splat(limit), opened = gate * sigmoid(gate);
+    return pick(opened > most, most, opened) * within(up, most);
+  }
+  if (activation == Activation::gelu_tanh) {
+    // 0.5 * x * (1 + tanh(u)) = x / (1 + exp(-2 u))
+    return gate * sigmoid(1.5957691216057308f * (gate + 0.044715f * (gate * gate * gate))) * up;
+  }
+  if (activation == Activation::gelu) return gelu_of(gate) * up;
+  const vec most = splat(7.0f);
+  gate = pick(gate > most, most, gate);
+  return gate * sigmoid(1.702f * gate) * (within(up, most) + 1.0f);
+}
+
+inline vec open(vec x, Gating gating) {
+  if (gating == Gating::sigmoid) return sigmoid(x);
+  vec y = exp_negative((vec)((ivec)x | (int32_t)0x80000000));  // log(1 + exp(x)), by exp(-|x|)
+  for (int i = 0; i < W; ++i) y[i] = __builtin_log1pf(y[i]) + (x[i] > 0.0f ? x[i] : 0.0f);
+  return y;
 }
 
 inline float softplus(float x) {

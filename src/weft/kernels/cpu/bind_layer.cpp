@@ -141,6 +141,7 @@ void bind_layer(nb::module_& m) {
       .def_rw("residual_scale", &Layer::residual_scale)
       .def_rw("centred", &Layer::centred)
       .def_rw("parallel", &Layer::parallel)
+      .def_rw("norms_sums", &Layer::norms_sums)
       .def_rw("own_query_angles", &Layer::own_query_angles)
       .def_rw("state_gates", &Layer::state_gates)
       .def_rw("state_gate_up", &Layer::state_gate_up)
@@ -163,8 +164,10 @@ void bind_layer(nb::module_& m) {
   address(type, "input_norm", &Layer::input_norm);
   address(type, "qk_norm", &Layer::qk_norm);
   address(type, "post_attention_norm", &Layer::post_attention_norm);
+  address(type, "post_attention_norm_bias", &Layer::post_attention_norm_bias);
   address(type, "mlp_norm", &Layer::mlp_norm);
   address(type, "post_mlp_norm", &Layer::post_mlp_norm);
+  address(type, "post_mlp_norm_bias", &Layer::post_mlp_norm_bias);
   address(type, "expert_scale", &Layer::expert_scale);
   address(type, "router_scale", &Layer::router_scale);
   address(type, "expert_norm", &Layer::expert_norm);

@@ -34,10 +34,10 @@ void add_rope(Stack& stack, uintptr_t frequencies, int64_t half, double scale,
 
 void add_layer(Stack& stack, const weft::Layer& layer, int64_t rope, int64_t group,
                nb::tuple k_cache, nb::tuple v_cache, double scale, int64_t window,
-               double softcap, std::optional<nb::tuple> sinks) {
+               double softcap, std::optional<nb::tuple> sinks, bool causal) {
   stack.layers.push_back({&layer, rope, group, tensor_of("k_cache", k_cache),
                           tensor_of("v_cache", v_cache), static_cast<float>(scale), window,
-                          static_cast<float>(softcap), std::nullopt});
+                          static_cast<float>(softcap), std::nullopt, causal});
   if (sinks) stack.layers.back().sinks = tensor_of("sinks", *sinks);
 }
 
@@ -63,16 +63,18 @@ std::vector<weft::GroupBatch> batches_of(nb::list groups) {
   return batches;
 }
 
-weft::StackTokens tokens_of(uintptr_t ids, uintptr_t positions, int64_t tokens) {
+weft::StackTokens tokens_of(uintptr_t ids, uintptr_t positions, int64_t tokens,
+                            uintptr_t embedded = 0) {
   return {reinterpret_cast<const int64_t*>(ids), reinterpret_cast<const int64_t*>(positions),
-          tokens};
+          tokens, reinterpret_cast<const char*>(embedded)};
 }
 
+// embedded: 0 for what the stack makes of ids.
 void run(const Stack& stack, uintptr_t ids, uintptr_t positions, int64_t tokens, nb::list groups,
-         uintptr_t hidden) {
+         uintptr_t hidden, uintptr_t embedded) {
   const auto batches = batches_of(groups);
   const nb::gil_scoped_release released;
-  weft::run_stack(stack, tokens_of(ids, positions, tokens), batches, nullptr,
+  weft::run_stack(stack, tokens_of(ids, positions, tokens, embedded), batches, nullptr,
                   reinterpret_cast<char*>(hidden));
 }
 

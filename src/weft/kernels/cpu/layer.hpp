@@ -46,6 +46,10 @@ struct Layer {
   const float* post_attention_norm = nullptr;  // [hidden]
   const float* mlp_norm = nullptr;             // [hidden]
   const float* post_mlp_norm = nullptr;        // [hidden]
+  // The two norms behind attention and MLP are of the sums with the residual, and have biases.
+  bool norms_sums = false;
+  const void* post_attention_norm_bias = nullptr;  // [hidden]
+  const void* post_mlp_norm_bias = nullptr;        // [hidden]
   // Experts, in place of an MLP or beside it. Beside it both read the same and are added up, the MLP
   // times the sigmoid of its gate; or, with `dense_post_norm`, they have norms of their own, and the
   // router reads a norm of the residual times a factor.

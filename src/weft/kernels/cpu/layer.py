@@ -101,6 +101,7 @@ class CpuLayer:
         native.residual_scale = shape.residual_scale
         native.centred = shape.norm_centred
         native.parallel = shape.parallel_block
+        native.norms_sums = shape.norms_sums
         native.own_query_angles = shape.own_query_angles
         native.epsilon = shape.norm_eps
         native.post_epsilon = shape.norm_eps if shape.post_eps is None else shape.post_eps

@@ -423,8 +423,12 @@ void Multiplication::run(const PanelKernels& kernels, int64_t item) const {
   Finish finish{sums + offset, bias == nullptr ? nullptr : bias_here, nullptr, residual.stride,
                 out.row(first) + start * size, out.stride, count, columns, limit};
   if (residual.data != nullptr) finish.residual = residual.row(first) + start * size;
-  if (activated) return kernels.finish_gated(out_type, activation, finish);
+  if (activated && matrix->gated()) return kernels.finish_gated(out_type, activation, finish);
   kernels.finish(out_type, finish);
+  for (int64_t row = 0; activated && row < count; ++row) {
+    char* const at = finish.out + row * finish.out_stride;
+    kernels.gelu(out_type, at, at, columns);
+  }
   if (!matrix->gated()) return;
   finish.sums += gated_columns;
   if (bias != nullptr) finish.bias += gated_columns;

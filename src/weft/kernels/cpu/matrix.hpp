@@ -164,7 +164,8 @@ inline Rows rows_of(const void* data, int64_t columns, DType type) {
 // A product of rows with a matrix, cut into items that may run in any order on any thread.
 //
 // out [rows, outputs] = x [rows, inputs] times the matrix, plus bias and residual where there are
-// any. For a gated matrix with an activation it is activation(gate) * value [rows, outputs / 2].
+// any. For a gated matrix with an activation it is activation(gate) * value [rows, outputs / 2];
+// for another one the GELU of its outputs.
 struct Multiplication {
   const Matrix* matrix = nullptr;
   const void* bias = nullptr;       // [outputs], of the matrix's type

@@ -39,8 +39,8 @@ inline constexpr int64_t panel_columns = 64;
 inline constexpr int64_t gated_columns = panel_columns / 2;
 
 // swiglu_oai is gpt-oss's: (value + 1) * gate * sigmoid(1.702 * gate), of a gate of at most 7 and a
-// value within [-7, 7]. relu2, xielu and gelu belong to products without a gate: see
-// `activate`. limited is silu of at most a limit, times a value within the same.
+// value within [-7, 7]. relu2 and xielu belong to products without a gate: see
+// `activate`; gelu has one or none. limited is silu of at most a limit, times a value within the same.
 enum class Activation : int {
   silu = 0,
   gelu_tanh = 1,

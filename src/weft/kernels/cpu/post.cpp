@@ -26,7 +26,8 @@ class Post {
       expand_.x_step = layer.head_size * size_of(type_);
       expand_.out_step = expand_.matrices.front()->outputs() * size_of(type_);
     }
-    gate_up_.activated = dense_ && layer.gate_up->gated();
+    const bool gelu = layer.activation == Activation::gelu;
+    gate_up_.activated = dense_ && (layer.gate_up->gated() || gelu);
     gate_up_.activation = layer.activation;
     gate_up_.limit = layer.limit;
     kept.lay_out([this](Slices& slices) { place(slices); });
@@ -56,6 +57,10 @@ class Post {
       phases.add(down_.items(), [this](int64_t item) { down_.run(kernels_, item); });
       if (down_.out.data == y_.data && !shared_) {
         phases.add_tokens(tokens_, [this](int64_t token) { end_mlp(token); });
+      } else if (layer_.norms_sums) {
+        phases.add_tokens(tokens_, [this](int64_t token) {
+          norm_sum(layer_.post_mlp_norm, layer_.post_mlp_norm_bias, result_, token);
+        });
       }
     }
     const Matrix& large = dense_ ? *gate_up_.matrix : *layer_.output;
@@ -83,6 +88,12 @@ class Post {
                 int64_t token) const {
     kernels_.norm(type_, {weight, epsilon, layer_.centred}, from.row(token),
                   add.data == nullptr ? nullptr : add.row(token), to.row(token), hidden_);
+  }
+
+  // In place, with the bias that is then added as a residual is.
+  void norm_sum(const float* weight, const void* bias, Rows rows, int64_t token) const {
+    const Rows added{static_cast<char*>(const_cast<void*>(bias)), 0};
+    norm_by(layer_.post_epsilon, weight, rows, added, rows, token);
   }
 
   // The sum of a residual and what is added to it, normalised and scaled where the layer does that.
@@ -173,12 +184,13 @@ class Post {
 
   // Where the products read and write.
   void connect() {
-    const bool alone = layer_.post_attention_norm == nullptr && !scaled_;
+    const bool sums = layer_.norms_sums;
+    const bool alone = sums || (layer_.post_attention_norm == nullptr && !scaled_);
     output_.out = alone ? middle_ : y_;
     if (alone) output_.residual = in_;
     gate_up_.x = x_;
     gate_up_.out = down_.x;
-    const bool more = routed_ || layer_.post_mlp_norm != nullptr || scaled_;
+    const bool more = !sums && (routed_ || layer_.post_mlp_norm != nullptr || scaled_);
     down_.out = more ? y_ : result_;
     if (!more) down_.residual = middle_;
     input_gate_.x = result_;
@@ -189,6 +201,9 @@ class Post {
   // The first sum, and what MLP, router and experts read.
   void begin(int64_t token) const {
     if (output_.out.data == y_.data) add(layer_.post_attention_norm, y_, in_, middle_, token);
+    if (layer_.norms_sums) {
+      norm_sum(layer_.post_attention_norm, layer_.post_attention_norm_bias, middle_, token);
+    }
     const Rows read = layer_.parallel ? in_ : middle_;
     if (layer_.mlp_norm != nullptr) norm(layer_.mlp_norm, read, {}, x_, token);
     if (beside_) {

@@ -22,6 +22,7 @@ ACTIVATIONS = {
     "relu2": 3,
     "xielu": 4,
     "gelu": 6,
+    "geglu": 6,
 }  # the numbers of `Activation` in panel.hpp
 _LIMITED = 5
 GATINGS = {"sigmoid": 0, "softplus": 1}  # those of `Gating`

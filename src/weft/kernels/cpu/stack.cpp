@@ -3,6 +3,7 @@
 #include "stack.hpp"
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 #include <vector>
 
@@ -100,6 +101,7 @@ void attend(const StackLayer& stacked, const GroupBatch& batch, const Projected&
       .slot_mapping = batch.slot_mapping,
       .block_size = batch.block_size,
       .window = stacked.window,
+      .causal = stacked.causal,
       .scale = stacked.scale,
       .softcap = stacked.softcap,
       .sinks = stacked.sinks,
@@ -109,6 +111,10 @@ void attend(const StackLayer& stacked, const GroupBatch& batch, const Projected&
 void normalise(const Stack& stack, const char* residual, int64_t rows, char* hidden) {
   const Layer& first = *stack.layers.front().layer;
   const int64_t width = first.qkv->inputs(), bytes = width * size_of(first.type());
+  if (stack.final_norm == nullptr) {
+    std::memcpy(hidden, residual, rows * bytes);
+    return;
+  }
   const PanelKernels& kernels = *chosen_isa().panel;
   for (int64_t row = 0; row < rows; ++row) {
     kernels.norm(first.type(), {stack.final_norm, stack.epsilon, stack.centred}, residual + row * bytes,
@@ -133,7 +139,11 @@ class Pass {
 
   int64_t run(char* hidden) {
     residual_ = fit(kept_.residual, room_ * row_bytes_);
-    embed(stack_, own_.ids, rows(), {residual_, row_bytes_}, width_);
+    if (own_.embedded != nullptr) {
+      std::memcpy(residual_, own_.embedded, own_.tokens * row_bytes_);
+    } else {
+      embed(stack_, own_.ids, rows(), {residual_, row_bytes_}, width_);
+    }
     if (stack_.inputs.projection != nullptr) {
       inputs_ = compute_inputs(stack_, own_.ids, own_.tokens, {residual_, row_bytes_}, kept_.inputs,
                                kept_.looked_up);

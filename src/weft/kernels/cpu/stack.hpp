@@ -24,6 +24,7 @@ struct StackLayer {
   int64_t window;            // 0: none
   float softcap;             // 0: none
   std::optional<Tensor> sinks;
+  bool causal = true;
   DeltaStates states{};      // of a recurrent layer, which has nothing of the above but itself
 };
 
@@ -46,7 +47,7 @@ struct Stack {
   LayerInputs inputs{};              // without a projection there are none
   std::vector<Rope> ropes;
   std::vector<StackLayer> layers;
-  const float* final_norm = nullptr; // [hidden], what is multiplied with
+  const float* final_norm = nullptr; // [hidden], what is multiplied with; none: layers end with norms
   float epsilon = 0;
   bool centred = false;              // norms subtract the mean first
   int64_t state_slots = 0;           // of each recurrent layer
@@ -62,6 +63,7 @@ struct GroupBatch {
 struct StackTokens {
   const int64_t *ids, *positions;
   int64_t tokens;
+  const char* embedded = nullptr;  // [tokens, hidden], in place of what the stack makes of ids
 };
 
 // hidden [tokens + carried, hidden], normalised. Returns the number of carried rows that have come

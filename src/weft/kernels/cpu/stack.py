@@ -57,7 +57,9 @@ class CpuStack:
             native.table = view("table", table)
             self._kept.append(table)
         native.embedding_scale = self._rounded(parts.embedding_scale)
-        native.final_norm = self._weight(parts.norm, parts.norm_plus_one)
+        self._embed = parts.embed
+        if parts.normalises:
+            native.final_norm = self._weight(parts.norm, parts.norm_plus_one)
         native.embedding_norm = parts.embedding_norm
         native.epsilon, native.centred = parts.norm_eps, parts.norm_centred
         if parts.inputs is not None:
@@ -117,13 +119,13 @@ class CpuStack:
         window: int | None,
         softcap: float | None,
         sinks: Array | None = None,
+        causal: bool = True,
     ) -> None:
         """Append a layer.
 
         Args:
             places: which rope, of those appended before, and which KV group of a call it has.
-            caches: keys and values; like ``scale``, ``window``, ``softcap`` and ``sinks`` those
-                of ``paged_attention``.
+            caches: keys and values; like all that follows those of ``paged_attention``.
         """
         keys, values = caches
         self.native.add_layer(
@@ -135,6 +137,7 @@ class CpuStack:
             window or 0,
             softcap or 0.0,
             None if sinks is None else view("sinks", sinks),
+            causal,
         )
         self._kept += [layer, keys, values, sinks]
 
@@ -170,9 +173,11 @@ class CpuStack:
         """
         ids, positions = checked_tokens(ids, positions, 0)
         hidden = empty(ids, (len(ids), self.width), self.dtype)
+        embedded = None if self._embed is None else contiguous(self._embed(ids, positions))
         self.native.run(
-            address(ids), address(positions), len(ids), attention_views(groups), address(hidden)
-        )
+            address(ids), address(positions), len(ids), attention_views(groups), address(hidden),
+            0 if embedded is None else address(embedded),
+        )  # fmt: skip
         return hidden
 
     def run_recurrent(

@@ -20,6 +20,7 @@ from weft.kernels.triton.norm import NormKind
 from weft.kernels.triton.prologue import enters
 from weft.kernels.triton.rope import Places, angles
 from weft.kernels.tuning import Tuning
+from weft.kernels.unavailable import KernelUnavailable
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class TritonStack:
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None = None,
+        causal: bool = True,
     ) -> None:
         """Append a layer.
 
@@ -97,7 +99,13 @@ class TritonStack:
             places: which rope, of those appended before, and which KV group of a call it has.
             caches: keys and values; like ``scale``, ``window``, ``softcap`` and ``sinks`` those
                 of ``paged_attention``.
+            causal: there is no kernel for attention in both directions.
+
+        Raises:
+            KernelUnavailable: not causal.
         """
+        if not causal:
+            raise KernelUnavailable("there is no kernel for attention in both directions on GPUs")
         self._layers.append(_Bound(layer, *places, *caches, scale, window, softcap, sinks))
 
     def run(self, ids: Tensor, positions: Tensor, groups: Sequence[AttentionMetadata]) -> Tensor:
