@@ -141,6 +141,7 @@ PARTS = (
         needs="build",
     ),
     part("ranks", 45, "ranks.py --limit 40", "--device cpu --limit 50", needs="build"),
+    part("recurrent", 60, "recurrent.py", "--device cpu"),
     part("transformers", 60, "transformers_decode.py", modules="transformers", asked=True),
     tests("kernels", 400, "tests/triton", *ABSENT, dry=ONE_KERNEL),
     part("pack", 12, f"pack.py --out {OUT}", f"--out {OUT}"),

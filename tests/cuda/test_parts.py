@@ -104,6 +104,16 @@ FOUND = {
     "lanes": ["tiny bf16, batch 2, 3 rows of the host: step with them"],
     "overlap": ["tiny bf16, batch 2, 3 rows of the host: step with them in another one"],
     "leases": ["tiny bf16, batch 2: steps replayed"],
+    "recurrent": [
+        figure
+        for kind in ("delta rule", "KDA", "Mamba-2", "convolution")
+        for figure in (
+            f"tiny {kind}, 5 new tokens a row: error",
+            f"tiny {kind}, 1 new tokens a row, inputs of states: error",
+            f"tiny {kind}: decode, 2 rows",
+            f"tiny {kind}: a prompt of 3 tokens",
+        )
+    ],
 }
 NOTHING = {
     "smoke": [

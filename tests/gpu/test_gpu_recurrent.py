@@ -27,9 +27,12 @@ LONG = prompt(90, 1)
 PROMPTS = [LONG, [5], prompt(20, 2), [*LONG[:64], 9, 8], prompt(33, 4)]
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen3-next", *(pytest.param(n, marks=deep_on_cpu) for n in ("qwen3.5-layers",))]
-)
+NAMES = ["qwen3-next", "lfm2", "granite-hybrid", "kimi-linear"]
+OTHERS = ["qwen3.5-layers", "lfm3", "nemotron-h-moe", "bailing-hybrid", "granite-hybrid-moe"]
+NAMES += [pytest.param(name, marks=deep_on_cpu) for name in OTHERS]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_captured_steps_are_uncaptured_ones_and_plain_torch(name, tmp_path, monkeypatch) -> None:
     """Chunks beside decodes, a prefix hit, and sequences that give way and go on."""
     folder = save(build(name), tmp_path / name)
@@ -53,9 +56,10 @@ def test_captured_steps_are_uncaptured_ones_and_plain_torch(name, tmp_path, monk
 
 
 @deep_on_cpu
-def test_kernels_of_gpus_go_on_from_slots(tmp_path) -> None:
+@pytest.mark.parametrize("name", ["qwen3.5", "lfm2-moe", "nemotron-h-moe", "bailing-hybrid"])
+def test_kernels_of_gpus_go_on_from_slots(name, tmp_path) -> None:
     """A prompt in chunks, and again from what the first time has left."""
-    folder = save(build("qwen3.5"), tmp_path / "model")
+    folder = save(build(name), tmp_path / "model")
     truth, tokens = Truth(folder), prompt(38, 3)
     asked = [SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, seed=0)]
     settings = {"kernels": "triton", "graphs": False, "max_num_batched_tokens": 16}

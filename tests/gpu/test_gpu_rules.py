@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from checkpoints import ATTENTIVE, CASES, ON_GPUS, RECURRENT
+from checkpoints import ATTENTIVE, CASES, RECURRENT
 from served import DEVICE
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
@@ -190,7 +190,8 @@ KINDS = [
 ]
 
 
-RECURRENT_KINDS = [(name, torch.bfloat16, "none", None) for name in RECURRENT if name in ON_GPUS]
+RECURRENT_KINDS = [(name, torch.bfloat16, "none", None) for name in RECURRENT]
+OF_RECURRENT = {"delta": "_delta_rule", "conv": "_short_convolution", "mamba2": "_mamba2"}
 
 
 @pytest.mark.parametrize(
@@ -215,9 +216,10 @@ def test_steps_need_nothing_of_the_host(kind, launches) -> None:
     groups = enumerate(spec.kv_groups)
     shapes = {(n, spec.heads(spec.layers[i])) for n, group in groups for i in group.layers}
     assert launches.count("list_kernel") == passes * len(shapes)  # one for all layers of a shape
-    recurrent = 0 if decoder.spec.states is None else len(decoder.spec.states.layers)
-    assert launches.count("_delta_rule") == passes * recurrent
-    assert launches.count("decode_kernel") == passes * (decoder.spec.num_layers - recurrent)
+    recurrent = Counter(layer.state.kind for layer in spec.layers if layer.state is not None)
+    for kind, kernel in OF_RECURRENT.items():
+        assert launches.count(kernel) == passes * recurrent[kind]
+    assert launches.count("decode_kernel") == passes * (spec.num_layers - recurrent.total())
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k[0] in ("llama-gqa", "gemma3")], ids=str)

@@ -595,7 +595,6 @@ CASES: dict[str, Case] = (
 LATENT = latent_cases(_case, _rope)  # those whose layers all have latent attention
 RECURRENT = hybrid_cases(_case, _rope) | state_cases(_case, _rope)
 ATTENTIVE = CASES  # those without recurrent layers
-ON_GPUS = [*ATTENTIVE, *(name for name in RECURRENT if name.startswith("qwen3"))]
 CASES = CASES | RECURRENT
 
 

@@ -20,8 +20,10 @@ from weft.exec.halves_pass import HalvesSetup
 from weft.exec.input_batch import InputBatch
 from weft.exec.setup import Steps
 from weft.kernels.arrays import to_torch
-from weft.kernels.delta import BindDelta, DeltaLayer, DeltaParts, LayerStates, StateBatch
+from weft.kernels.conv import ConvShape
+from weft.kernels.delta import DeltaShape, LayerStates, StateBatch
 from weft.kernels.interface import AttentionMetadata, OpTable
+from weft.kernels.mamba2 import Mamba2Shape
 from weft.kernels.reference import known_ids
 from weft.models.decoder import Decoder
 from weft.models.loader import load_model
@@ -94,31 +96,41 @@ def without_padding(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return attend
 
 
-def without_padded_states(bind: BindDelta) -> BindDelta:
-    """Layers by the gated delta rule that take neither padding nor marks by token."""
+def without_padded_states(bind: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Recurrent layers that take neither padding nor marks by token."""
 
-    def bind_exact(parts: DeltaParts) -> DeltaLayer:
-        layer = bind(parts)
+    def bind_exact(parts: Any) -> Any:
+        layer, size = bind(parts), outputs_of(parts.shape)
 
-        def mix(x: Tensor, gates: Tensor, states: LayerStates, batch: StateBatch) -> Tensor:
+        def mix(x: Tensor, gates: Any, states: LayerStates, batch: StateBatch) -> Tensor:
             if batch.marks.dim() == 2:
                 return layer(x, gates, states, batch)
             bounds = batch.bounds
             tokens, rows = int(bounds[-1]), int((bounds.diff() > 0).sum())
             assert (batch.reads[rows:] == -1).all()
             assert (batch.marks[tokens:] == -1).all()
-            out = torch.zeros(len(x), parts.shape.value_heads, parts.shape.value_dim, dtype=x.dtype)
+            out = torch.zeros(len(x), *size, dtype=x.dtype)
             if tokens:
                 (at,) = torch.nonzero(batch.marks >= 0, as_tuple=True)
                 marks = torch.stack((at.int(), batch.marks[at]), 1)
                 slots = (part[:rows].contiguous() for part in (batch.reads, batch.writes))
                 exact = StateBatch(bounds[: rows + 1].contiguous(), *slots, marks)
-                out[:tokens] = layer(x[:tokens], gates[:tokens], states, exact)
+                given = x[:tokens], None if gates is None else gates[:tokens]
+                out[:tokens] = layer(*given, states, exact)
             return out
 
         return mix
 
     return bind_exact
+
+
+def outputs_of(shape: ConvShape | DeltaShape | Mamba2Shape) -> tuple[int, ...]:
+    """The numbers that a recurrent layer gives for a token, by head if it has heads."""
+    if isinstance(shape, ConvShape):
+        return (shape.channels,)
+    if isinstance(shape, DeltaShape):
+        return shape.value_heads, shape.value_dim
+    return shape.heads, shape.head_dim
 
 
 def dropped_blocks_are_gone(batch: AttentionMetadata, window: int) -> bool:
@@ -186,11 +198,13 @@ def load_on_tensors(*given: Any, ops: OpTable, **more: Any) -> Decoder:
         return to_torch(packed) if isinstance(packed, np.ndarray) else packed
 
     more["kept"] = None  # mapped weights are not packed, and so no tensors
-    delta, fused = ops.delta, ops.fused
-    if delta is not None and ops.describe()["paged_attention"] != "triton":
-        delta = without_padded_states(delta)
-        fused = fused and replace(fused, mixes=False)  # of layers that are not wrapped
-    return load_model(*given, ops=replace(ops, pack=pack, delta=delta, fused=fused), **more)
+    kept: dict[str, Any] = {"pack": pack}
+    if ops.describe()["paged_attention"] != "triton":
+        kinds = ("delta", "conv", "mamba2")
+        kept |= {kind: without_padded_states(getattr(ops, kind)) for kind in kinds}
+        # Not of layers that are not wrapped.
+        kept["fused"] = ops.fused and replace(ops.fused, mixes=False)
+    return load_model(*given, ops=replace(ops, **kept), **more)
 
 
 def around_forward(

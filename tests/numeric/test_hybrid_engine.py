@@ -272,13 +272,6 @@ def test_engines_that_cannot_keep_states_refuse(folders, name, settings):
     assert caught.value.param in settings
 
 
-@pytest.mark.parametrize("name", ["kimi-linear", "lfm2", "nemotron-h"])
-def test_kinds_without_kernels_for_gpus_are_refused(folders, name):
-    config, spec = settings_for(folders[name]), read_spec(folders[name])
-    with pytest.raises(KernelError, match="set device to cpu"):
-        check_recurrent(config, spec, select_ops("cpu", "float32"), "cuda:0")
-
-
 @pytest.mark.parametrize(
     "settings", [{"host_kv_memory": 2**20, "scheduler": "fcfs"}, {"resident": "on"}]
 )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from weft.kernels.advance import LeaseBounds, StepBuffer
 from weft.kernels.block_arrays import BlockArrays, block_pairs
+from weft.kernels.conv import ConvParts, ConvShape
 from weft.kernels.delta import DeltaParts, DeltaShape, LayerStates, StateBatch
 from weft.kernels.hosted import HostWord
 from weft.kernels.kv_storage import KV_DTYPES, row_size
 from weft.kernels.lanes import MOST_LOOKS, LaneOutbox, LaneState, TicketRule
+from weft.kernels.mamba2 import Mamba2Parts, Mamba2Shape
 from weft.kernels.parts import LatentParts
 from weft.kernels.routing import Routing
 from weft.kernels.sampling import SETTINGS, RowState, SampleBatch
@@ -17,11 +21,13 @@ from weft.kernels.triton import (
     activation,
     advance,
     blocks,
+    conv,
     delta,
     embedding,
     hosted,
     lanes,
     latent,
+    mamba2,
     norm,
     pdl,
     peer_sum,
@@ -49,7 +55,7 @@ def launch(capability: int) -> None:
     launch_gates(torch.bfloat16)
     launch_heads(torch.bfloat16)
     launch_latent(torch.bfloat16)
-    launch_delta(torch.bfloat16)
+    launch_recurrent(torch.bfloat16)
     launch_choice()
     launch_copies()
     launch_lanes(torch.bfloat16)
@@ -96,17 +102,31 @@ def launch_gates(dtype: torch.dtype) -> None:
         activation.gate(x, gates, kind)
 
 
-def launch_delta(dtype: torch.dtype) -> None:
-    """A recurrent layer of Qwen3.6-35B-A3B, with two slots."""
-    shape = DeltaShape(16, 32, 128, 128, 4)
-    heads = torch.empty(shape.value_heads)
-    conv, weight = torch.empty(shape.channels, shape.taps), torch.empty(shape.value_dim)
-    layer = delta.TritonDelta(DeltaParts(shape, conv, heads, heads, weight, 1e-6))
-    states = LayerStates(*(torch.empty(2, *size) for size in (shape.matrix, shape.kept_inputs)))
+def launch_recurrent(dtype: torch.dtype) -> None:
+    """Layers of Qwen3.6-35B-A3B, Kimi-Linear, Ling 3, Granite 4 Small and LFM2, with two slots."""
     words = torch.zeros(TOKENS + 1, dtype=torch.int32)
     batch = StateBatch(words, words[:-1], words[:-1], words[:-1])
-    x = torch.empty(TOKENS, shape.channels + shape.values, dtype=dtype)
-    layer(x, torch.empty(TOKENS, 2 * shape.value_heads, dtype=dtype), states, batch)
+
+    def run(layer: Any, shape: Any, wide: int, opening: int | None) -> None:
+        states = LayerStates(*(torch.empty(2, *size) for size in (shape.matrix, shape.kept_inputs)))
+        gates = None if opening is None else torch.empty(TOKENS, opening, dtype=dtype)
+        layer(torch.empty(TOKENS, wide, dtype=dtype), gates, states, batch)
+
+    for key_heads, by_channel, floor in ((16, False, None), (32, True, None), (32, True, -5.0)):
+        shape = DeltaShape(key_heads, 32, 128, 128, 4, by_channel=by_channel)
+        taps, weight = torch.empty(shape.channels, shape.taps), torch.empty(shape.value_dim)
+        steps = torch.empty(shape.value_heads), torch.empty(shape.decays)
+        gating = "sigmoid" if by_channel else "silu"
+        layer = delta.TritonDelta(DeltaParts(shape, taps, *steps, weight, 1e-6, gating, floor))
+        run(layer, shape, shape.channels + shape.values, shape.value_heads + shape.decays)
+    shape = Mamba2Shape(128, 64, 1, 128, 4)
+    taps, bias = torch.empty(shape.channels, shape.taps), torch.empty(shape.channels)
+    heads, weight = torch.empty(shape.heads), torch.empty(shape.values)
+    parts = Mamba2Parts(shape, taps, bias, heads, heads, heads, weight, 1e-6)
+    run(mamba2.TritonMamba2(parts), shape, shape.channels + shape.values, shape.heads)
+    shape = ConvShape(2048, 3)
+    layer = conv.TritonConv(ConvParts(shape, torch.empty(2048, 3), None))
+    run(layer, shape, 3 * 2048, None)
 
 
 def split(outputs: int, dtype: torch.dtype, tokens: int = TOKENS) -> SplitProduct:

@@ -114,7 +114,7 @@ def test_kernels_beside_attention(capability: int) -> None:
         "_verify_drafts", "_copy_blocks", "_choose_lanes", "_join_lanes", "_keep_lanes",
         "_send_lanes", "_wait_for_lanes", "_receive_lanes", "_advance", "_await_answer", "_publish",
         "_sum", "_square_sums", "_norm_by_sums", "_latent_rows", "_heads", "gemm",
-        "_delta_rule", "_gated_norm",
+        "_delta_rule", "_gated_norm", "_mamba2", "_gated_group_norm", "_short_convolution",
     }  # fmt: skip
     for kernel in built:
         assert kernel.shared_bytes <= SHARED[capability], kernel

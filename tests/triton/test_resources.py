@@ -38,7 +38,7 @@ def check(sheet, rows) -> None:
 
 
 # Files with functions for kernels of other files only.
-HELPERS = ("expert_pairs", "loop", "pdl", "storage")
+HELPERS = ("expert_pairs", "loop", "pdl", "recurrent", "storage")
 NO_KERNELS = {f"src/weft/kernels/triton/{name}.py" for name in HELPERS}
 
 

@@ -36,6 +36,9 @@ FAMILIES = [
     "deepseek-v3",
     "apertus",
     "step",
+    "lfm3-plain",
+    "granite-hybrid",
+    "kimi-linear-groups",
 ]
 FAMILIES += [pytest.param(name, marks=deep_on_cpu) for name in ("qwen2-window", "phi4-partial")]
 DEEP = (
@@ -52,6 +55,9 @@ DEEP = (
 DEEP += ("glm4-moe-groups", "minimax-m2-moe", "mixtral-moe-window", "qwen2-moe-mixed", "ernie-moe")
 DEEP += ("olmoe", "dots1-moe-windows", "granite-moe", "granite-moe-shared", "exaone-moe", "hy3-moe")
 DEEP += ("youtu", "deepseek-v3-yarn", "deepseek-v2", "deepseek-v2-lite", "glm-flash")
+DEEP += ("qwen3.5", "qwen3-next-mixed", "lfm2-biases", "lfm2-moe", "lfm2-moe-plain", "lfm3")
+DEEP += ("granite-hybrid-moe", "nemotron-h", "nemotron-h-ends", "kimi-linear", "nemotron-h-moe")
+DEEP += ("bailing-hybrid", "bailing-hybrid-plain-gate")
 DEEP += ("glm-flash-groups", "mimo-flash", "laguna", "ling2", "mellum", "arcee")
 FAMILIES += [pytest.param(name, marks=deep_on_cpu) for name in DEEP]
 # Two rows of other lengths, then one token for each of them beside the prompt of a third.

@@ -8,7 +8,6 @@ from typing import Any
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, KernelError
 from weft.engine.devices import is_cpu
-from weft.kernels.delta import DeltaShape
 from weft.kernels.interface import OpTable
 from weft.models.spec import ModelSpec, StateSpec
 
@@ -23,12 +22,6 @@ def check_recurrent(config: EngineConfig, spec: ModelSpec, ops: OpTable, device:
     if spec.states is None:
         return
     on_gpu = not is_cpu(device)
-    for layer in spec.layers:
-        if layer.state is not None and on_gpu and not _on_gpus(layer.state):
-            raise KernelError(
-                "This model has recurrent layers of a kind for which there are no kernels for GPUs "
-                "yet; set device to cpu."
-            )
     wanted = {
         "tensor_parallel": (config.tensor_parallel > 1, "cut over ranks", "1"),
         "pipeline_parallel": (config.pipeline_parallel > 1, "split into stages", "1"),
@@ -55,11 +48,6 @@ def check_recurrent(config: EngineConfig, spec: ModelSpec, ops: OpTable, device:
                     f"No CPU kernel computes recurrent layers with {why}; set kernels to reference "
                     "(slow)."
                 )
-
-
-def _on_gpus(state: StateSpec) -> bool:
-    """Whether GPUs compute a recurrent layer: one that the delta rule decays by head."""
-    return isinstance(state.shape, DeltaShape) and not state.shape.by_channel
 
 
 def _refusal(state: StateSpec) -> str:

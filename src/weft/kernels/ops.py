@@ -285,12 +285,14 @@ def _triton_ops(
         from weft.kernels.triton import (
             activation,
             advance,
+            conv,
             cudnn_prefill,
             delta,
             hosted,
             lanes,
             latent,
             layer,
+            mamba2,
             matrix,
             moe,
             norm,
@@ -381,5 +383,7 @@ def _triton_ops(
         },
         tuning=found,
         delta=delta.TritonDelta,
+        conv=conv.TritonConv,
+        mamba2=mamba2.TritonMamba2,
         await_answer=hosted.await_answer,
     )

@@ -12,55 +12,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.delta import DeltaParts, DeltaShape, LayerStates, StateBatch
+from weft.kernels.delta import DeltaParts, LayerStates, StateBatch
+from weft.kernels.triton.activation import softplus
 from weft.kernels.triton.launch import last_contiguous, power_of_2
 from weft.kernels.triton.loop import bound
-
-_SLAB = 32  # values of a head that a program has
-_CELLS = 4096  # of the state that it has at the most: 32 registers of each of its threads
-_WARPS = 4
-
-
-@triton.jit
-def _input(
-    x, kept, token, start, channel, mask, stride, read, AGO: tl.constexpr, TAPS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """What the convolution was given ``AGO`` tokens before one, of this step or of the state."""
-    place = token - AGO
-    here = place >= start
-    new = tl.load(x + place.to(tl.int64) * stride + channel, mask=mask & here, other=0.0)
-    row = TAPS - 1 + place - start  # of the inputs that the state has
-    old = tl.load(kept + row * CHANNELS + channel, mask=mask & (place < start) & read, other=0.0)
-    return new.to(tl.float32) + old
+from weft.kernels.triton.recurrent import (
+    WARPS,
+    by_token,
+    check_given,
+    convolved,
+    keep_inputs,
+    silu,
+    slab_of,
+)
 
 
 @triton.jit
-def _convolved(
-    x, kept, weights, token, start, channel, mask, stride, read, TAPS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """Return silu of the convolution at a token."""
-    total = tl.zeros(channel.shape, tl.float32)
-    for tap in tl.static_range(TAPS):
-        weight = tl.load(weights + tap * CHANNELS + channel, mask=mask, other=0.0)
-        total += weight * _input(
-            x, kept, token, start, channel, mask, stride, read, TAPS - 1 - tap, TAPS, CHANNELS
-        )
-    return total / (1.0 + tl.exp(-total))
-
-
-@triton.jit
-def _keep(
-    x, kept, out, token, start, channel, mask, stride, read, TAPS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """Write the latest inputs of the convolution as a token leaves them."""
-    for row in tl.static_range(TAPS - 1):
-        found = _input(
-            x, kept, token, start, channel, mask, stride, read, TAPS - 2 - row, TAPS, CHANNELS
-        )
-        tl.store(out + row * CHANNELS + channel, found, mask=mask)
+def _forgetting(times, rate, FLOOR: tl.constexpr):
+    """Return the decays of time steps; see ``DeltaParts``, 0 standing for no floor."""
+    if FLOOR < 0:
+        return tl.exp(FLOOR / (1.0 + tl.exp(-rate * times)))
+    return tl.exp(-rate * softplus(times))
 
 
 @triton.jit
@@ -69,6 +41,7 @@ def _delta_rule(
     stride, stride_gates,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     TAPS: tl.constexpr, BLOCK: tl.constexpr, SLAB: tl.constexpr, TILED: tl.constexpr,
+    BY_CHANNEL: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
     """Take a row's tokens through a slab of a head's state; see ``reference_delta``."""
     row, head, slab = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -91,26 +64,32 @@ def _delta_rule(
         slot = tl.where(read, slot, 0)
         kept = inputs + slot * (TAPS - 1) * CHANNELS
         state = tl.load(matrices + slot * SIZE + cell, mask=cells & read, other=0.0)
-        rate = -tl.exp(tl.load(decays + head))
-        bias = tl.load(biases + head)
+        rate = tl.exp(tl.load(decays + head))
+        of_decay = head * KEY + key if BY_CHANNEL else head
+        some = keys if BY_CHANNEL else True
+        bias = tl.load(biases + of_decay, mask=some, other=0.0)
         for token in range(bound(start), bound(stop)):
             at = start * 0 + token
-            q = _convolved(
-                x, kept, weights, at, start, of_query, keys, stride, read, TAPS, CHANNELS
+            none, nothing = tl.zeros([BLOCK], tl.float32), tl.zeros([SLAB], tl.float32)
+            q = convolved(
+                none, x, kept, weights, at, start, of_query, keys, stride, read, TAPS, CHANNELS
             )
-            k = _convolved(x, kept, weights, at, start, of_key, keys, stride, read, TAPS, CHANNELS)
-            v = _convolved(
-                x, kept, weights, at, start, of_value, values, stride, read, TAPS, CHANNELS
+            k = convolved(
+                none, x, kept, weights, at, start, of_key, keys, stride, read, TAPS, CHANNELS
             )
+            v = convolved(
+                nothing, x, kept, weights, at, start, of_value, values, stride, read, TAPS, CHANNELS
+            )
+            q, k, v = silu(q), silu(k), silu(v)
             q = q / tl.sqrt(tl.sum(q * q, axis=0) + 1e-6) * (KEY**-0.5)
             k = k / tl.sqrt(tl.sum(k * k, axis=0) + 1e-6)
-            opened = gates + at.to(tl.int64) * stride_gates + head
-            beta = 1.0 / (1.0 + tl.exp(-tl.load(opened).to(tl.float32)))
-            time = tl.load(opened + HEADS).to(tl.float32) + bias
-            power = tl.exp(-tl.abs(time))
-            near = power * (1.0 - power * (0.5 - power * (1.0 / 3.0)))
-            time = tl.maximum(time, 0.0) + tl.where(power < 0.01, near, tl.log(1.0 + power))
-            g = tl.exp(rate * time)
+            opened = gates + at.to(tl.int64) * stride_gates
+            beta = 1.0 / (1.0 + tl.exp(-tl.load(opened + head).to(tl.float32)))
+            times = tl.load(opened + HEADS + of_decay, mask=some, other=0.0).to(tl.float32)
+            g = _forgetting(times + bias, rate, FLOOR)
+            if BY_CHANNEL:
+                state *= g[:, None]
+                g = 1.0
             by_key = tl.sum(state * k[:, None], axis=0)
             by_query = tl.sum(state * q[:, None], axis=0)
             change = (v - g * by_key) * beta
@@ -121,23 +100,26 @@ def _delta_rule(
             if target >= 0:
                 tl.store(matrices + target * SIZE + cell, state, mask=cells)
                 copy = inputs + target * (TAPS - 1) * CHANNELS
-                _keep(x, kept, copy, at, start, of_query, first, stride, read, TAPS, CHANNELS)
-                _keep(x, kept, copy, at, start, of_key, first, stride, read, TAPS, CHANNELS)
-                _keep(x, kept, copy, at, start, of_value, values, stride, read, TAPS, CHANNELS)
+                keep_inputs(x, kept, copy, at, start, of_query, first, stride, read, TAPS, CHANNELS)
+                keep_inputs(x, kept, copy, at, start, of_key, first, stride, read, TAPS, CHANNELS)
+                keep_inputs(
+                    x, kept, copy, at, start, of_value, values, stride, read, TAPS, CHANNELS
+                )
         target = tl.load(writes + row).to(tl.int64)
         tl.store(matrices + target * SIZE + cell, state, mask=cells)
         copy, last = inputs + target * (TAPS - 1) * CHANNELS, stop - 1
-        _keep(x, kept, copy, last, start, of_query, first, stride, read, TAPS, CHANNELS)
-        _keep(x, kept, copy, last, start, of_key, first, stride, read, TAPS, CHANNELS)
-        _keep(x, kept, copy, last, start, of_value, values, stride, read, TAPS, CHANNELS)
+        keep_inputs(x, kept, copy, last, start, of_query, first, stride, read, TAPS, CHANNELS)
+        keep_inputs(x, kept, copy, last, start, of_key, first, stride, read, TAPS, CHANNELS)
+        keep_inputs(x, kept, copy, last, start, of_value, values, stride, read, TAPS, CHANNELS)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _gated_norm(
     x, z, weight, bounds, out, stride, rows,
     HEADS: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr,
+    SILU: tl.constexpr,
 ):  # fmt: skip
-    """Norm of a head's values times silu of its gate; 0 for tokens that belong to no row."""
+    """Norm of a head's values times what its gate opens; 0 for tokens that belong to no row."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     value = tl.arange(0, BLOCK)
     mask = value < VALUE
@@ -146,7 +128,8 @@ def _gated_norm(
     gate = tl.load(z + token * stride + head * VALUE + value, mask=known, other=0.0)
     gate = gate.to(tl.float32)
     y = y / tl.sqrt(tl.sum(y * y, axis=0) / VALUE + EPS)
-    y = y * tl.load(weight + value, mask=mask, other=0.0) * gate / (1.0 + tl.exp(-gate))
+    factor = gate if SILU else 1.0
+    y = y * tl.load(weight + value, mask=mask, other=0.0) * factor / (1.0 + tl.exp(-gate))
     place = out + (token * HEADS + head) * VALUE + value
     tl.store(place, y.to(out.dtype.element_ty), mask=mask)
 
@@ -160,9 +143,10 @@ class TritonDelta:
         Raises:
             ValueError: no kernel computes such a layer.
         """
-        self._shape, self._eps = parts.shape, parts.norm_eps
+        self._shape, self._eps, self._gating = parts.shape, parts.norm_eps, parts.gating
+        self._floor = parts.floor or 0.0
         odd = parts.shape.value_heads % parts.shape.key_heads or parts.shape.taps < 2
-        if odd or parts.shape.by_channel or parts.gating != "silu":
+        if odd or parts.gating not in ("silu", "sigmoid") or self._floor > 0:
             raise ValueError(f"no kernel for recurrent layers of {parts.shape}")
         self._conv = parts.conv.float().T.contiguous()  # [K, channels]
         self._decay, self._bias = parts.decay.float(), parts.bias.float()
@@ -173,13 +157,14 @@ class TritonDelta:
 
         Args:
             x: [T, channels + Hv * Dv]: q, k and v before the convolution, then the norm's gate.
-            gates: [T, 2 Hv]: those of beta, then of the time step.
+            gates: [T, Hv + decays]: those of beta, then of the time step.
 
         Raises:
             ValueError: shapes do not fit.
         """
         shape, tokens = self._shape, len(x)
-        check_shapes(shape, x, gates, states)
+        wide, opening = shape.channels + shape.values, shape.value_heads + shape.decays
+        check_given(shape, (x, wide), (gates, opening), states)
         x, gates = last_contiguous(x), last_contiguous(gates)
         found = torch.empty(
             tokens, shape.value_heads, shape.value_dim, dtype=torch.float32, device=x.device
@@ -188,39 +173,18 @@ class TritonDelta:
         if not tokens:
             return out
         block, rows = power_of_2(shape.key_dim), len(batch.reads)
-        slab = min(_SLAB, power_of_2(shape.value_dim), max(1, _CELLS // block))
+        slab = slab_of(shape.value_dim, block)
         _delta_rule[(rows, shape.value_heads, triton.cdiv(shape.value_dim, slab))](
             x, gates, self._conv, self._decay, self._bias, states.matrices, states.inputs,
             batch.bounds, batch.reads, batch.writes, by_token(batch.marks, tokens), found,
             x.stride(0), gates.stride(0),
             KEY_HEADS=shape.key_heads, HEADS=shape.value_heads, KEY=shape.key_dim,
             VALUE=shape.value_dim, TAPS=shape.taps, BLOCK=block, SLAB=slab, TILED=shape.tiled,
-            num_warps=_WARPS, num_stages=1,
+            BY_CHANNEL=shape.by_channel, FLOOR=self._floor, num_warps=WARPS, num_stages=1,
         )  # fmt: skip
         _gated_norm[(tokens, shape.value_heads)](
             found, x[:, shape.channels :], self._norm, batch.bounds, out, x.stride(0), rows,
             HEADS=shape.value_heads, VALUE=shape.value_dim, BLOCK=power_of_2(shape.value_dim),
-            EPS=self._eps, num_warps=1, num_stages=1,
+            EPS=self._eps, SILU=self._gating == "silu", num_warps=1, num_stages=1,
         )  # fmt: skip
         return out
-
-
-def by_token(marks: Tensor, tokens: int) -> Tensor:
-    """Return the slot of each token [T] int32, -1 for none, of marks as ``StateBatch`` has them."""
-    if marks.dim() == 1:
-        return marks
-    slots = torch.full((tokens,), -1, dtype=torch.int32, device=marks.device)
-    slots[marks[:, 0].long()] = marks[:, 1]
-    return slots
-
-
-def check_shapes(shape: DeltaShape, x: Tensor, gates: Tensor, states: LayerStates) -> None:
-    """Raise ValueError if what a layer is given does not fit its shape."""
-    wanted = (len(x), shape.channels + shape.values), (len(x), 2 * shape.value_heads)
-    kept = states.matrices.shape[1:], states.inputs.shape[1:]
-    floats = states.matrices.dtype == states.inputs.dtype == torch.float32
-    if (x.shape, gates.shape) != wanted or kept != (shape.matrix, shape.kept_inputs) or not floats:
-        raise ValueError(
-            f"a recurrent layer of {shape} takes no {list(x.shape)} with {list(gates.shape)} "
-            f"and states of {[list(size) for size in kept]}"
-        )
