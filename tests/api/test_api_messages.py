@@ -102,7 +102,7 @@ def said(*content: Any, role: str = "user") -> dict[str, Any]:
         ({"messages": [{"role": "tool", "content": ""}]}, "messages[0].role", None),
         (said({"text": "a"}), "messages[0].content[0].type", "missing_required_parameter"),
         (said("a"), "messages[0].content[0]", "invalid_parameter"),
-        (said({"type": "image", "source": {}}), "messages[0].content[0].type", None),
+        (said({"type": "image", "source": {}}), "messages[0].content[0].source.type", None),
         (said({"type": "text", "text": 5}), "messages[0].content[0].text", "invalid_parameter"),
         (said({"type": "text", "txt": "a"}), None, None),
         (said(RESULT), "messages[0].content[0].tool_use_id", "invalid_parameter"),

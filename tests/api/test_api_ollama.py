@@ -189,7 +189,7 @@ def test_a_conversation_that_ends_with_the_assistant_s_text_is_continued(builder
         ({"think": "hard"}, "think"),
         ({"think": True}, "think"),
         ({"top_logprobs": 3}, "top_logprobs"),
-        ({"messages": [{"role": "user", "images": ["aGk="]}]}, "messages[0].images"),
+        ({"messages": [{"role": "user", "images": ["aGk="]}]}, "messages"),
         ({"messages": [{"role": "poet", "content": "x"}]}, "messages"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
     ],
@@ -206,7 +206,7 @@ def test_what_is_refused_is_named(builder, fields, param):
     [
         ({"suffix": "end"}, "suffix"),
         ({"context": [1, 2]}, "context"),
-        ({"images": ["aGk="]}, "images"),
+        ({"images": ["aGk="]}, "prompt"),
         ({"raw": True, "system": "Be kind."}, "system"),
         ({"raw": True, "template": "x"}, "template"),
         ({"prompt": "a " * 4096}, "prompt"),

@@ -296,8 +296,8 @@ def test_truncation_leaves_the_oldest_out(builder):
         ({"input": [{**USER, "content": [{"text": "a"}]}]}, "input[0].content[0].type", None),
         (
             {"input": [{**USER, "content": [{"type": "input_image"}]}]},
-            "input[0].content[0].type",
-            "unsupported_parameter",
+            "input[0].content[0].image_url",
+            "missing_required_parameter",
         ),
         ({"input": [RESULT]}, "input", "invalid_parameter"),
         ({"input": [{**CALL, "arguments": {}}]}, "input[0].arguments", "invalid_parameter"),

@@ -22,7 +22,8 @@ MAY_IMPORT = {
     "workload": "core",
     "ring": "core",
     "text": "core",
-    "api": "core text",
+    "images": "core text",
+    "api": "core text images",
     "server": "core ring text api batch",
     "batch": "core ring text api blend",
     "kernels": "core/kv_types.py core/errors.py core/process.py",
@@ -50,7 +51,7 @@ TORCH_FREE += [
 TORCH_FREE += ["completion_command.py", "packed_command.py", "several.py", "kept_model.py"]
 TORCH_FREE += ["kernels/cpu", "kernels/arrays.py", "kernels/interface.py", "kernels/ops.py"]
 TORCH_FREE += ["kernels/measure.py", "kernels/sampling.py", "kernels/quantized.py"]
-TORCH_FREE += ["exec/eager.py", "exec/sample.py", "exec/store.py", "exec/inputs.py"]
+TORCH_FREE += ["images", "exec/eager.py", "exec/sample.py", "exec/store.py", "exec/inputs.py"]
 LAZY = {"__init__.py", "cli.py", "supervise.py"}  # may import anything inside a function
 LONGEST_FILE = 500
 

@@ -763,7 +763,7 @@ def test_a_new_request_plane_takes_over_what_is_left(pair):
     pair.end(working[0].id)
     pair.submit(request(9))
     index = pair.client._ring.prepare(
-        10, [1], pack_sampling(request(10)), [], [], [], b"interactive", b"", b"", [], [], 4
+        10, [1], pack_sampling(request(10)), [], [], [], b"interactive", b"", b"", [], b"", [], 4
     )  # dies amid writing
     assert index >= 0
     successor = RingClient(pair.fds)

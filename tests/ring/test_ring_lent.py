@@ -53,7 +53,7 @@ class Distant:
 
     def submit(self, number: int, prompt: list[int], output: tuple[int, ...] = ()) -> int:
         sampling = bytes(64)
-        given = [[], [], [], b"", b"", b"", [], list(output), 1000]
+        given = [[], [], [], b"", b"", b"", [], b"", list(output), 1000]
         slot = self.plane.prepare(number, prompt, sampling, *given)
         assert slot >= 0
         self.plane.submit([slot])

@@ -51,7 +51,7 @@ class Plane:
         self.ring.link_up()
 
     def submit(self, number: int, prompt: list[int]) -> None:
-        given = [[], [], [], b"", b"", b"", [], [], 16]
+        given = [[], [], [], b"", b"", b"", [], b"", [], 16]
         self.ring.submit([self.ring.prepare(number, prompt, bytes(64), *given)])
 
     def send(self) -> None:

@@ -23,7 +23,8 @@ from live import eventually
 from weft.core.errors import RendererDeadError, TemplateError, TokenizerError, WeftError
 from weft.core.logs import NOTICES
 from weft.text import ChatTemplate, sandbox
-from weft.text.renderer import MAX_SOURCE_CHARS, Failure, Renderer, TemplateSource
+from weft.text.isolated import Failure
+from weft.text.renderer import MAX_SOURCE_CHARS, Renderer, TemplateSource
 from weft.text.template import GLOBALS, MAX_OUTPUT_CHARS, find_template
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -183,7 +184,7 @@ class TestProcess:
         assert len(killed) == 3, "two for the request, and the next one"
 
     def test_a_silent_process_is_one_error(self, monkeypatch):
-        monkeypatch.setattr("weft.text.renderer.PATIENCE_S", 1.0)
+        monkeypatch.setattr("weft.text.isolated.PATIENCE_S", 1.0)
         renderer = Renderer()
         renderer.start()
         os.kill(renderer._process.pid, signal.SIGSTOP)

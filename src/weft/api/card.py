@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft import __version__
+from weft.core.images import ImageInput
 from weft.core.pooling import TEXT_MODEL, Pooling
 from weft.core.served import ServedModel
 from weft.core.types import DEFAULT_CLASSES, ServiceClass
@@ -48,6 +49,7 @@ class ModelCard:
         hidden_size: numbers of an embedding.
         classes: the class table.
         pooling: what the model can be asked for.
+        images, no_images: see `ServedModel`.
     """
 
     served_names: tuple[str, ...]
@@ -62,6 +64,8 @@ class ModelCard:
     classes: tuple[ServiceClass, ...] = DEFAULT_CLASSES
     weights: WeightFacts = WeightFacts()
     pooling: Pooling = TEXT_MODEL
+    images: ImageInput | None = None
+    no_images: str = ""
 
     @classmethod
     def of(
@@ -80,6 +84,8 @@ class ModelCard:
             hidden_size=served.hidden_size,
             classes=served.classes,
             pooling=served.pooling,
+            images=served.images,
+            no_images=served.no_images,
             weights=WeightFacts(
                 served.family,
                 served.parameters,

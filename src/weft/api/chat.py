@@ -9,6 +9,7 @@ from typing import Any
 from weft.api.bodies import ChatBody
 from weft.api.conversation import encode_messages, read_variables, rendering
 from weft.api.jobs import Builder, Job, new_id, now
+from weft.api.pictures import Pictures
 from weft.api.rules import Notes
 from weft.api.sampling import (
     build_sampling,
@@ -53,7 +54,13 @@ def chat_job(body: ChatBody, builder: Builder, notes: Notes | None = None) -> Jo
     builder.check_count(1, n)
     tools = read_tools(body, builder, notes)
     wanted = find_constraint(body)
-    prompt = tuple(truncated(_prompt(body, tools, builder, notes), body, card, max_tokens))
+    pictures = Pictures(builder)
+    ids = _prompt(body, tools, builder, notes, pictures)
+    images, prompt = pictures.place(ids), tuple(truncated(ids, body, card, max_tokens))
+    if images and len(prompt) != len(ids):
+        raise ParameterError(
+            "A prompt with images cannot be truncated.", param="truncate_prompt_tokens"
+        )
     max_tokens = fit_context(len(prompt), max_tokens, card, "messages", limit_name, notes)
     reading = _reading(body, tools, prompt, builder)
     room = card.max_model_len - len(prompt) if max_tokens is None else max_tokens
@@ -81,7 +88,15 @@ def chat_job(body: ChatBody, builder: Builder, notes: Notes | None = None) -> Jo
         model,
         card.system_fingerprint,
         tuple(
-            Request(number, prompt, _choice(params, seed, i), card.eos_token_ids, rank, salt)
+            Request(
+                number,
+                prompt,
+                _choice(params, seed, i),
+                card.eos_token_ids,
+                rank,
+                salt,
+                images=images,
+            )
             for i, number in enumerate(numbers)
         ),
         n=n,
@@ -101,13 +116,16 @@ def chat_job(body: ChatBody, builder: Builder, notes: Notes | None = None) -> Jo
     )
 
 
-def _prompt(body: ChatBody, tools: Tools | None, builder: Builder, notes: Notes) -> list[int]:
+def _prompt(
+    body: ChatBody, tools: Tools | None, builder: Builder, notes: Notes, pictures: Pictures
+) -> list[int]:
     variables = read_variables(body.chat_template_kwargs or {})
     effort = body.reasoning_effort
     if effort is not None:
         variables = {**_effort(effort, builder, notes), **variables}
     shown = None if tools is None else tools.shown()
-    return encode_messages(body.messages, builder, rendering(body, variables, shown), notes)
+    how = rendering(body, variables, shown)
+    return encode_messages(body.messages, builder, how, notes, pictures)
 
 
 def _effort(effort: str, builder: Builder, notes: Notes) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from weft.api.bodies import ChatBody, Message, TokenizeBody
 from weft.api.decoding import encode_json
 from weft.api.errors import MissingParameterError, UnsupportedParameterError
 from weft.api.jobs import Builder
+from weft.api.pictures import IMAGE_PARTS, Pictures
 from weft.api.rules import MAX_SHOWN_CHARS, Notes
 from weft.core.errors import ParameterError, TemplateError
 from weft.text import ChatTemplate, encode_chat
@@ -71,12 +72,19 @@ def rendering(
 
 
 def encode_messages(
-    messages: Seq[Message], builder: Builder, how: Rendering, notes: Notes
+    messages: Seq[Message],
+    builder: Builder,
+    how: Rendering,
+    notes: Notes,
+    pictures: Pictures,
 ) -> list[int]:
     """Return the token ids of a conversation.
 
+    Args:
+        pictures: takes its images.
+
     Raises:
-        ParameterError: a message is malformed, has content that is not text, or answers no call.
+        ParameterError: a message is malformed, has content that is not read, or answers no call.
         TemplateError: the model has no chat template, or its template refused the conversation.
     """
     template = builder.template(how.template)
@@ -87,7 +95,9 @@ def encode_messages(
             param="messages",
         )
     knows_developer = any("developer" in source for source in template.sources.values())
-    plain = [_message(message, i, knows_developer, notes) for i, message in enumerate(messages)]
+    plain = [
+        _message(message, i, knows_developer, notes, pictures) for i, message in enumerate(messages)
+    ]
     if builder.dialect.text_arguments and how.template is None:
         _write_arguments(plain)
     _check_results(plain)
@@ -100,8 +110,14 @@ def encode_messages(
     given = {**_with_documents(how, template), "tools": how.tools}
     given["add_generation_prompt"] = how.add_generation_prompt
     _check_roles(plain, template, given)
+    with_images = pictures.expand if pictures else None
     return encode_chat(
-        builder.tokenizer, template, plain, continue_final_message=how.continued, **given
+        builder.tokenizer,
+        template,
+        plain,
+        continue_final_message=how.continued,
+        with_images=with_images,
+        **given,
     )
 
 
@@ -155,6 +171,8 @@ def _check_results(messages: Seq[Mapping[str, Any]]) -> None:
 def _num_bytes(message: Message, plain: Mapping[str, Any]) -> int:
     """Bytes of everything in a message that a template may show."""
     texts = sum(len(value.encode()) for value in plain.values() if isinstance(value, str))
+    if isinstance(content := plain.get("content"), list):
+        texts += sum(len(part.get("text", "").encode()) for part in content)
     return texts + (len(encode_json(message.tool_calls)) if message.tool_calls else 0)
 
 
@@ -181,7 +199,9 @@ def read_documents(given: Seq[Raw]) -> list[Any]:
         raise ParameterError("A document cannot be read.", param="documents") from None
 
 
-def _message(message: Message, index: int, knows_developer: bool, notes: Notes) -> dict[str, Any]:
+def _message(
+    message: Message, index: int, knows_developer: bool, notes: Notes, pictures: Pictures
+) -> dict[str, Any]:
     """One message as templates take it; a system message by its new name gets the old one.
 
     A role that only the template knows is passed on; it is refused by a template that does not.
@@ -201,7 +221,7 @@ def _message(message: Message, index: int, knows_developer: bool, notes: Notes) 
             )
     if role == "tool" and message.tool_call_id is None:
         raise MissingParameterError(f"{path}.tool_call_id")
-    content = _content(message.content, path, notes)
+    content = _content(message, path, notes, pictures)
     if content is None:
         content = message.refusal
     reasoning = message.reasoning_content
@@ -228,11 +248,23 @@ def _message(message: Message, index: int, knows_developer: bool, notes: Notes) 
     return {name: value for name, value in plain.items() if value is not None}
 
 
-def _content(content: str | list[dict[str, Any]] | None, path: str, notes: Notes) -> str | None:
-    """The text of a message; several parts are joined by line ends."""
+def _content(
+    message: Message, path: str, notes: Notes, pictures: Pictures
+) -> str | list[dict[str, str]] | None:
+    """The text of a message; several parts are joined by line ends, if none of them is an image."""
+    content = message.content
     if content is None or isinstance(content, str):
         return content
-    return "\n".join(_part(part, f"{path}.content[{i}]", notes) for i, part in enumerate(content))
+    paths = [f"{path}.content[{i}]" for i in range(len(content))]
+    parts = list(zip(content, paths, strict=True))
+    if message.role != "user" or all(part.get("type") not in IMAGE_PARTS for part in content):
+        return "\n".join(_part(part, where, notes) for part, where in parts)
+    return [
+        pictures.read(part, where, notes)
+        if part.get("type") in IMAGE_PARTS
+        else {"type": "text", "text": _part(part, where, notes)}
+        for part, where in parts
+    ]
 
 
 def _part(part: Mapping[str, Any], path: str, notes: Notes) -> str:
@@ -242,7 +274,8 @@ def _part(part: Mapping[str, Any], path: str, notes: Notes) -> str:
     if kind not in TEXT_PARTS and kind != "refusal":
         raise UnsupportedParameterError(
             f"{path}.type",
-            f" Content of type {str(kind)[:MAX_SHOWN_CHARS]!r} cannot be read; send text.",
+            f" Content of type {str(kind)[:MAX_SHOWN_CHARS]!r} cannot be read; send text"
+            f"{', and images as a user' * (kind in IMAGE_PARTS)}.",
         )
     key = "refusal" if kind == "refusal" else "text"
     for name, value in part.items():

@@ -17,6 +17,7 @@ from weft.api.classes import ClassRules
 from weft.api.errors import UnsupportedParameterError
 from weft.core.errors import ParameterError, PromptTooLongError, TemplateError, TokenizerError
 from weft.core.types import Request
+from weft.images.reader import ImageReader
 from weft.text import ChatTemplate, Tokenizer
 from weft.text.detect import choose_dialect
 from weft.text.dialect import Dialect, Reading
@@ -105,6 +106,7 @@ class Builder:
         dialect: how the model's turns mark reasoning and calls.
         grammars: checks what sequences are to follow.
         classes: decide the service class of a request.
+        images: decodes those of requests.
     """
 
     def __init__(
@@ -127,6 +129,7 @@ class Builder:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._own_renderer = Renderer()  # a slow template holds up no chats of the model's own
+        self.images = ImageReader()
         self._template_of = lru_cache(MAX_OWN_TEMPLATES)(self._own_template)
         pieces = tokenizer.id_to_bytes
         self._longest_piece = (

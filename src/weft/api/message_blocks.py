@@ -17,6 +17,7 @@ from weft.api.message_body import (
     Content,
     Document,
     DocumentSource,
+    ImageBlock,
     MessageTool,
     Other,
     SearchResult,
@@ -40,6 +41,7 @@ SYSTEM_BLOCKS: Kinds = {
 }
 USER_BLOCKS: Kinds = {
     **TEXT_BLOCKS,
+    "image": ImageBlock,
     "tool_result": ToolResult,
     "document": Document,
     "search_result": SearchResult,

@@ -59,6 +59,21 @@ class DocumentSource(Struct, forbid_unknown_fields=True, kw_only=True):
     OPEN: ClassVar[bool] = True
 
 
+class ImageSource(Struct, forbid_unknown_fields=True, kw_only=True):
+    """An image in base64, or where it lies."""
+
+    type: Literal["base64", "url"]
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+    OPEN: ClassVar[bool] = True
+
+
+class ImageBlock(Block, forbid_unknown_fields=True, kw_only=True):
+    source: ImageSource
+
+
 class Document(Block, forbid_unknown_fields=True, kw_only=True):
     source: DocumentSource
     title: str | None = None

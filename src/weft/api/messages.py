@@ -15,6 +15,8 @@ from weft.api.jobs import Builder, Job, new_id
 from weft.api.message_blocks import ASSISTANT_BLOCKS, PROVIDERS_BLOCKS, USER_BLOCKS, Blocks, Placed
 from weft.api.message_body import (
     Content,
+    ImageBlock,
+    ImageSource,
     MessageBody,
     MessageTool,
     MessageToolChoice,
@@ -172,10 +174,13 @@ def _user(
     if isinstance(content, str):
         return [{"role": "user", "content": content}]
     results: list[dict[str, Any]] = []
-    texts: list[str] = []
+    parts: list[dict[str, Any]] = []
     for block, where in blocks.read(content, path, USER_BLOCKS):
+        if isinstance(block, ImageBlock):
+            parts.append(_image(block.source, where))
+            continue
         if not isinstance(block, ToolResult):
-            texts.append(blocks.shown(block, where))
+            parts.append({"type": "text", "text": blocks.shown(block, where)})
             continue
         if block.tool_use_id not in called:
             raise ParameterError(
@@ -191,9 +196,22 @@ def _user(
                 "content": f"Error: {text}" if block.is_error else text,
             }
         )
-    if texts or not results:
-        results.append({"role": "user", "content": "\n".join(texts)})
+    if parts or not results:
+        seen = any(part["type"] == "image_url" for part in parts)
+        shown = parts if seen else "\n".join(part["text"] for part in parts)
+        results.append({"role": "user", "content": shown})
     return results
+
+
+def _image(source: ImageSource, path: str) -> dict[str, Any]:
+    """The part of a chat that has the image of a source."""
+    name = "data" if source.type == "base64" else "url"
+    given = getattr(source, name)
+    if given is None:
+        raise MissingParameterError(f"{path}.source.{name}")
+    if source.type == "base64":
+        given = f"data:{source.media_type or 'image/png'};base64,{given}"
+    return {"type": "image_url", "image_url": {"url": given}}
 
 
 def _assistant(

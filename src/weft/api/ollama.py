@@ -99,6 +99,9 @@ class Options(Struct, forbid_unknown_fields=True, kw_only=True):
     use_mmap: Annotated[Raw, SET_AT_START] = NULL
 
 
+Pictured = Annotated[list[str], Meta(max_length=MAX_MESSAGES)]  # images in base64
+
+
 class CallFunction(Struct, forbid_unknown_fields=True, kw_only=True):
     name: Name
     arguments: Raw = NULL
@@ -124,7 +127,7 @@ class OllamaMessage(Struct, forbid_unknown_fields=True, kw_only=True):
     tool_calls: Annotated[list[Call], Meta(max_length=MAX_MESSAGES)] | None = None
     tool_name: Name | None = None
     tool_call_id: Name | None = None
-    images: Annotated[Raw, Refused("weft reads text only", ([],))] = NULL
+    images: Pictured | None = None
 
     OPEN: ClassVar[bool] = True
 
@@ -173,7 +176,7 @@ class OllamaGenerateBody(OllamaBody, forbid_unknown_fields=True, kw_only=True):
     # Not honoured.
     context: Annotated[Raw, Refused("send the conversation to /api/chat", ([],))] = NULL
     height: Annotated[Raw, Refused("weft generates no images", (0,))] = NULL
-    images: Annotated[Raw, Refused("weft reads text only", ([],))] = NULL
+    images: Pictured | None = None
     steps: Annotated[Raw, Refused("weft generates no images", (0,))] = NULL
     suffix: Annotated[Raw, Refused("weft has no fill-in-the-middle", ("",))] = NULL
     width: Annotated[Raw, Refused("weft generates no images", (0,))] = NULL
@@ -211,7 +214,7 @@ def ollama_generate_job(
         return None
     if body.raw:
         return _completion(body, options, body.prompt, builder, notes)
-    messages = [{"role": "user", "content": body.prompt}]
+    messages = [{"role": "user", "content": _content(body.prompt, body.images)}]
     if body.system:
         messages.insert(0, {"role": "system", "content": body.system})
     names = {**NAMES, "messages": "prompt"}
@@ -403,7 +406,7 @@ def _messages(messages: Seq[OllamaMessage]) -> list[dict[str, Any]]:
     for index, message in enumerate(messages):
         plain: dict[str, Any] = {
             "role": message.role.lower(),
-            "content": message.content or "",
+            "content": _content(message.content or "", message.images),
             "reasoning_content": message.thinking,
         }
         if message.tool_calls:
@@ -416,6 +419,15 @@ def _messages(messages: Seq[OllamaMessage]) -> list[dict[str, Any]]:
             plain["name"] = message.tool_name
         shown.append(plain)
     return shown
+
+
+def _content(text: str, images: Seq[str] | None) -> str | list[dict[str, Any]]:
+    """A text behind its images, which are in base64."""
+    if not images:
+        return text
+    urls = [{"url": f"data:image/png;base64,{image}"} for image in images]
+    pictures = [{"type": "image_url", "image_url": url} for url in urls]
+    return [*pictures, {"type": "text", "text": text}]
 
 
 def _call(call: Call, number: str) -> dict[str, Any]:

@@ -17,10 +17,10 @@ from msgspec import Meta, Raw, Struct
 
 from weft.api.bodies import CACHE_HINT, CALLER, IMAGE, MAX_TOOLS, Name, Parts
 from weft.api.decoding import decode_body, kind_of
-from weft.api.errors import UnsupportedParameterError
+from weft.api.errors import MissingParameterError, UnsupportedParameterError
 from weft.api.jobs import new_id
 from weft.api.response_tools import LOADING, SEARCH, function_name, loaded_names, read_loaded
-from weft.api.rules import NULL, Ignored, Notes
+from weft.api.rules import NULL, Ignored, Notes, Refused
 from weft.api.turn import arguments_object
 from weft.core.errors import ParameterError
 from weft.text.customcalls import CUSTOM_INPUT
@@ -150,6 +150,16 @@ class TextPart(Struct, forbid_unknown_fields=True, kw_only=True):
     text: str
     annotations: Annotated[Raw, Ignored("the text does not need them", ([],))] = NULL
     logprobs: Annotated[Raw, Ignored("the text does not need them", ([],))] = NULL
+    prompt_cache_breakpoint: Annotated[Raw, CACHE_HINT] = NULL
+
+    OPEN: ClassVar[bool] = True
+
+
+class ImagePart(Struct, forbid_unknown_fields=True, kw_only=True):
+    type: str
+    image_url: str | None = None
+    detail: Annotated[Raw, Ignored("every image has the size that the model takes")] = NULL
+    file_id: Annotated[Raw, Refused("send the image itself as a data URL")] = NULL
     prompt_cache_breakpoint: Annotated[Raw, CACHE_HINT] = NULL
 
     OPEN: ClassVar[bool] = True
@@ -293,19 +303,39 @@ class _ItemReader:
         elif isinstance(content, str):
             parts = [{"type": "input_text", "text": content}]
         else:
-            parts = self._plain(content, path, "input_text")
+            parts = self._parts(content, path, images=message.role == "user")
         return {**_head(message, "message", "msg"), "role": message.role, "content": parts}
+
+    def _parts(self, parts: Seq[Raw], path: str, *, images: bool) -> list[dict[str, Any]]:
+        """Parts of a message of the client's: texts, and of a user also images."""
+        found: list[dict[str, Any]] = []
+        for index, raw in enumerate(parts):
+            where = f"{path}[{index}]"
+            if images and kind_of(raw, where) == "input_image":
+                part = decode_body(ImagePart, raw, where, self.notes)
+                if part.image_url is None:
+                    raise MissingParameterError(f"{where}.image_url")
+                found.append({"type": "input_image", "image_url": part.image_url})
+            else:
+                (text,) = self._texts([raw], path, ("input_text",), at=index)
+                found.append({"type": "input_text", "text": text})
+        return found
 
     def _plain(self, parts: Iterable[Raw], path: str, kind: str) -> list[dict[str, Any]]:
         """Parts of one type that have text."""
         return [{"type": kind, "text": text} for text in self._texts(parts, path, (kind,))]
 
     def _texts(
-        self, parts: Iterable[Raw], path: str, kinds: Seq[str], result: bool = False
+        self,
+        parts: Iterable[Raw],
+        path: str,
+        kinds: Seq[str],
+        result: bool = False,
+        at: int = 0,
     ) -> list[str]:
         """The texts of parts; in a tool's result an image or a file has a text in its place."""
         texts = []
-        for index, raw in enumerate(parts):
+        for index, raw in enumerate(parts, at):
             where = f"{path}[{index}]"
             kind = kind_of(raw, where)
             if result and kind in ("input_image", "input_file"):
@@ -348,7 +378,9 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
             text = _found(item["tools"]) if kind == "tool_search_output" else item["output"]
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
         elif kind == "message" and item["role"] != "assistant":
-            messages.append({"role": item["role"], "content": _shown(item["content"])})
+            seen = any(part["type"] == "input_image" for part in item["content"])
+            content = item["content"] if seen else _shown(item["content"])
+            messages.append({"role": item["role"], "content": content})
         else:
             _add_to_turn(messages, item)
             called |= {item["call_id"]} if kind in CALLS else set()

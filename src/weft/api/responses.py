@@ -18,6 +18,7 @@ from weft.api.logprobs import (
     prompt_logprobs,
 )
 from weft.core.plan import Update
+from weft.images.reader import can_read_images
 from weft.text import Tokenizer
 from weft.text.assistant import ToolCall
 
@@ -164,13 +165,16 @@ def usage(assembly: Assembly, completion: int | None = None) -> dict[str, Any]:
 
 def model_object(name: str, card: ModelCard) -> dict[str, Any]:
     """One entry of ``/v1/models``; ``max_model_len`` is an extension that vLLM has, too."""
-    return {
+    entry: dict[str, Any] = {
         "id": name,
         "object": "model",
         "created": card.created,
         "owned_by": "weft",
         "max_model_len": card.max_model_len,
     }
+    if card.images is not None and can_read_images():
+        entry["input_modalities"] = ["text", "image"]
+    return entry
 
 
 def model_entries(card: ModelCard) -> list[dict[str, Any]]:

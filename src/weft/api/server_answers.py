@@ -13,8 +13,8 @@ from weft.core.states import BatchStatus, LoadState
 class ModelEntry(Struct, kw_only=True):
     """A name of a served model; ``max_model_len`` is its context, known once it was awake.
 
-    With several models also its state, the memory that it takes, the seconds of its last waking,
-    and why it cannot be loaded.
+    With ``input_modalities`` it also reads images. With several models also its state, the memory
+    that it takes, the seconds of its last waking, and why it cannot be loaded.
     """
 
     id: str
@@ -22,6 +22,7 @@ class ModelEntry(Struct, kw_only=True):
     created: int
     owned_by: str
     max_model_len: int | UnsetType = UNSET
+    input_modalities: list[Literal["text", "image"]] | UnsetType = UNSET
     state: LoadState | UnsetType = UNSET
     memory_bytes: int | UnsetType = UNSET
     wake_s: float | UnsetType = UNSET

@@ -9,6 +9,7 @@ from weft.api.completions import check_ids
 from weft.api.conversation import encode_messages, read_variables, rendering
 from weft.api.jobs import Builder
 from weft.api.logprobs import TokenTexts
+from weft.api.pictures import Pictures
 from weft.api.rules import Notes
 from weft.api.sampling import check_model
 from weft.api.tools import offered_tools
@@ -26,7 +27,8 @@ def tokenize(
     if body.messages is not None:
         variables = read_variables(body.chat_template_kwargs or {})
         tools = None if not body.tools else offered_tools(body.tools, notes).shown()
-        ids = encode_messages(body.messages, builder, rendering(body, variables, tools), notes)
+        how = rendering(body, variables, tools)
+        ids = encode_messages(body.messages, builder, how, notes, Pictures(builder))
     else:
         prompt = body.prompt or ""
         builder.check_size(len(prompt.encode()), "prompt")

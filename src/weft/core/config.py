@@ -281,6 +281,7 @@ class EngineConfig:
         low=0,
         high=1e9,
     )
+    images: bool = setting("bool", True, "device cpu: load the tower of a model that reads images")
     prefix_caching: bool = setting("bool", True, "share the KV of equal prefixes")
     steps_in_flight: int | None = setting(
         "int",

@@ -100,6 +100,12 @@ class UnsuitableModelError(WeftError):
     code = "unsuitable_model"
 
 
+class ImageError(ParameterError):
+    """An image is damaged, too large, of no known format, or lies where weft does not read it."""
+
+    code = "invalid_image"
+
+
 class GrammarError(ParameterError):
     """A schema, expression or grammar is wrong, too costly, or cannot be guaranteed."""
 

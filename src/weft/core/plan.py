@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
 from weft.core.errors import WeftError
+from weft.core.images import PromptImage
 from weft.core.types import FinishReason, SamplingParams, Sequence, TokenLogprob
 
 # How long a step that only carries piggybacked rows waits for a result: new requests wait with it.
@@ -32,6 +33,7 @@ class RowAdd:
         tier: the tier of those blocks.
         embed: the hidden state after the last token is wanted instead of a next token.
         stop_ids: ids that are masked while fewer than ``sampling.min_tokens`` are generated.
+        images: of the prompt, encoded.
     """
 
     row: int
@@ -43,6 +45,7 @@ class RowAdd:
     tables: tuple[tuple[int, ...], ...]
     embed: bool = False
     tier: Tier = Tier.DEVICE
+    images: tuple[PromptImage, ...] = ()
 
 
 class RowExtend(NamedTuple):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from weft.core.images import ImageInput
 from weft.core.pooling import TEXT_MODEL, Pooling
 from weft.core.types import DEFAULT_CLASSES, ServiceClass
 
@@ -56,6 +57,8 @@ class ServedModel:
         halves: whether large steps are computed in halves and why, as a sentence; empty on a CPU.
         scheduling: the policy that plans at the start and why, as a sentence.
         pooling: what the model can be asked for.
+        images: how it takes images; None where it does not.
+        no_images: why it does not, as a sentence; empty for a model without a tower for them.
     """
 
     name: str
@@ -99,6 +102,8 @@ class ServedModel:
     halves: str = ""
     scheduling: str = ""
     pooling: Pooling = TEXT_MODEL
+    images: ImageInput | None = None
+    no_images: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -108,6 +113,7 @@ class ServedModel:
         values = json.loads(text)
         values["eos_token_ids"] = tuple(values["eos_token_ids"])
         values["pooling"] = Pooling.of(values["pooling"])
+        values["images"] = ImageInput.of(values["images"])
         values["stages"] = tuple(values["stages"])
         values["classes"] = tuple(ServiceClass(**row) for row in values["classes"])
         return cls(**values)

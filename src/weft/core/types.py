@@ -15,6 +15,7 @@ from enum import Enum, StrEnum
 from typing import Any, Protocol
 
 from weft.core.errors import InvariantError, ParameterError, WeftError
+from weft.core.images import PromptImage
 from weft.core.settings import Kind, Setting, check_settings, setting, settings_of
 
 MAX_LOGPROBS = 20
@@ -331,6 +332,7 @@ class Request:
         output: tokens that a process which died has already given out; they count as output.
         crashes: engines that died with this request in flight.
         memory_kills: engines that were killed because memory ran out with it in flight.
+        images: in the order of their tokens.
     """
 
     id: int
@@ -343,6 +345,7 @@ class Request:
     output: tuple[int, ...] = ()
     crashes: int = 0
     memory_kills: int = 0
+    images: tuple[PromptImage, ...] = ()
 
     def stop_ids(self) -> frozenset[int]:
         """Token ids that end this sequence."""

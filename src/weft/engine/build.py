@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from weft.core.schedulers import SCHEDULERS, scheduler_name
 from weft.core.settings import format_bytes
 from weft.core.starting import told_at_start
 from weft.core.topology import this_machine
+from weft.core.types import Request
 from weft.cost.fit import Fitted
 from weft.engine.channel import Task
 from weft.engine.costs import describe_host_costs, measured_costs
@@ -37,6 +39,7 @@ from weft.engine.halves import choose_halves
 from weft.engine.host_experts import kept_settings, predicted_lines
 from weft.engine.host_tier import counted
 from weft.engine.idle import IdleMemory
+from weft.engine.images import ImageEncoder, load_encoder
 from weft.engine.kept_kv import KeptKV, KVFile, map_kept_kv
 from weft.engine.model import (
     Model,
@@ -97,6 +100,7 @@ class Engine:
         host_costs: which costs of the host tier are planned with; empty if none are.
         kept_kv: the memory of KV that outlives this engine; None where it does not.
         halves: whether steps are computed in halves and why; empty if nobody asks.
+        images: encodes the images of requests; None where none are read.
     """
 
     model: Model
@@ -113,7 +117,13 @@ class Engine:
     host_costs: str = ""
     kept_kv: KeptKV | None = None
     halves: str = ""
+    images: ImageEncoder | None = None
     started_ns: int = field(default_factory=time.monotonic_ns)
+
+    @property
+    def encode(self) -> Callable[[Request], Future[Request]] | None:
+        """What encodes the images of a request; None where none are read."""
+        return None if self.images is None else self.images.encode
 
     def keep_weights(self) -> None:
         """Begin to write weights that were packed and not found in the cache."""
@@ -157,6 +167,8 @@ class Engine:
         """End the executor, and give up what is not written yet."""
         if self.kept is not None:
             self.kept.stop()
+        if self.images is not None:
+            self.images.close()
         self.executor.close()
 
     @property
@@ -282,6 +294,10 @@ def build_engine(
                 config, resolved, _among(model, ways), rows, watch, kept, threads
             ),
         )
+    with allocating("the tower for images", FOR_WEIGHTS):
+        images = load_encoder(model)
+    if model.no_images:
+        logger.info("Images are not read: %s.", model.no_images)
     if may_lease(executor):
         limits = replace(resources.limits, lease_steps=LEASE_STEPS)
         resources, scheduler.limits = replace(resources, limits=limits), limits
@@ -298,7 +314,7 @@ def build_engine(
         idle = IdleMemory(executor.store, config.kv_idle_s, save=save)
     return Engine(
         model, resolved, resources, scheduler, executor, grammars, idle, kept, watch.seconds,
-        watch.describe(), saver, describe_host_costs(cost), kept_kv, halves.why,
+        watch.describe(), saver, describe_host_costs(cost), kept_kv, halves.why, images,
     )  # fmt: skip
 
 

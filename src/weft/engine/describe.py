@@ -83,4 +83,6 @@ def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:
         },
         classes=config.service_classes(),
         pooling=model.pooling,
+        images=None if model.no_images or model.spec.vision is None else model.spec.vision.input,
+        no_images=model.no_images,
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from typing import Any
 
 from weft.core.config import EngineConfig
@@ -134,13 +135,17 @@ class EngineThread:
     """Runs an engine loop until it is closed."""
 
     def __init__(
-        self, scheduler: SchedulerPort, executor: Executor, grammars: Grammars | None = None
+        self,
+        scheduler: SchedulerPort,
+        executor: Executor,
+        grammars: Grammars | None = None,
+        encode: Callable[[Request], Future[Request]] | None = None,
     ) -> None:
         self.inbox = LocalInbox()
         self._executor = executor
         inbox: Inbox = self.inbox
         if grammars is not None:
-            inbox = CompilingInbox(self.inbox, grammars.compile)
+            inbox = CompilingInbox(self.inbox, grammars.compile, encode)
         self._loop = EngineLoop(scheduler, executor, inbox, WallClock())
         self._thread = threading.Thread(target=self._run, name="weft-engine", daemon=True)
         self._thread.start()
@@ -182,7 +187,8 @@ class LocalEngine:
         config = EngineConfig.from_mapping(settings)
         self.built = build_engine(config)
         self.served = describe_served(config, self.built)
-        self._thread = EngineThread(self.built.scheduler, self.built.executor, self.built.grammars)
+        built = self.built
+        self._thread = EngineThread(built.scheduler, built.executor, built.grammars, built.encode)
         self.client = self._thread.inbox
         self.built.start_disk(self.client.poke)
         self.built.start_places()

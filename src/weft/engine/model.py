@@ -26,6 +26,7 @@ from weft.engine.devices import free_memory, is_cpu, is_resident, pick_device, s
 from weft.engine.encoders import check_encodes, step_tokens
 from weft.engine.host_experts import check_fits_host, place_experts
 from weft.engine.host_rules import check_attends_on_host
+from weft.engine.images import tower_bytes, why_no_images
 from weft.engine.machine import has_fast_bfloat16
 from weft.engine.pooling import find_pooling
 from weft.engine.recurrent import check_recurrent
@@ -69,6 +70,8 @@ class Model:
         facts: of one rank.
         host: the experts that stay on the host of the device; None for none.
         dtype: name of the dtype of weights and KV.
+        no_images: why images are not read, as a sentence; empty where they are, or nothing is there
+            to read them with.
     """
 
     source: Path
@@ -83,6 +86,7 @@ class Model:
     host: HostPart | None = None
     layers: tuple[range, ...] = ()  # of each stage; empty where there is one
     pooling: Pooling = TEXT_MODEL
+    no_images: str = ""
 
     @property
     def own_layers(self) -> range | None:
@@ -174,6 +178,7 @@ def find_model(
         host,
         layers,
         pooling,
+        why_no_images(config, spec, ops, device),
     )
 
 
@@ -237,7 +242,8 @@ def _facts(
         pinned = pinned_bytes(rank_spec, element, sizes)
     return Facts(
         max_position_embeddings=spec.max_position_embeddings,
-        weight_bytes=_weight_bytes(config, dtype, ops, spec),
+        weight_bytes=_weight_bytes(config, dtype, ops, spec)
+        + tower_bytes(config, spec, dtype, ops, device),
         available_bytes=available_bytes,
         groups=tuple(
             GroupFacts(group.name, group.window, group.bytes_per_token(*kv_bytes))

@@ -243,7 +243,7 @@ def _serve(
     targets: LiveTargets | None,
     beat_s: float,
 ) -> int:
-    ready = CompilingInbox(inbox, engine.grammars.compile)
+    ready = CompilingInbox(inbox, engine.grammars.compile, engine.encode)
     loop = EngineLoop(engine.scheduler, engine.executor, ready, WallClock())
     gc.collect()
     gc.freeze()  # weights and modules live as long as the process: never scan them again

@@ -35,6 +35,7 @@ from weft.exec.lease import bind_leases
 from weft.exec.overlap import OverlappedForward
 from weft.exec.piggyback import PiggybackedRows, Rows
 from weft.exec.sample import sample, unsampled
+from weft.exec.seen import find_seen, forward_seeing
 from weft.exec.states import state_batch
 from weft.exec.store import KVStore
 from weft.exec.tiers import HostTier, check_computes
@@ -268,6 +269,12 @@ class EagerExecutor:
 
     def _forward(self, batch: SubBatch, output: StepOutput) -> None:
         inputs = self._packer.pack(batch)
+        images = self._table.images
+        seen = find_seen(batch, inputs, lambda row: images.get(row, ())) if images else None
+        if seen is not None:
+            hidden = forward_seeing(self._decoder, self.store, inputs, seen)  # [T, C]
+            self._finish(batch, inputs, hidden, output)
+            return
         if self._recur is not None:
             states = state_batch(batch, self._wrap)
             hidden = self._recur(inputs.input_ids, inputs.positions, inputs.groups, states)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.errors import InvariantError
+from weft.core.images import PromptImage
 from weft.core.plan import KVMove, RowAdd, StepPlan, SubBatch
 from weft.core.types import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, NEUTRAL, NUMBERS, SamplingParams
 from weft.exec.grammar import GrammarRows
@@ -83,6 +84,7 @@ class InputBatch:
         on_host: rows whose tokens a device leaves to the host: those with restrictions or named
             tokens, or with more than ``MOST_EDITS``.
         masked: other rows with a grammar: the host tells a device which tokens they may have next.
+        images: of rows with any.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class InputBatch:
         self.stop_ids: dict[int, NDArray[np.int64]] = {}
         self.on_host: set[int] = set()
         self.masked: set[int] = set()
+        self.images: dict[int, tuple[PromptImage, ...]] = {}
 
     @property
     def changes_logits(self) -> bool:
@@ -210,7 +213,9 @@ class InputBatch:
             self.penalised, self.embedding, self.prompt_scored, self.on_host, self.masked
         ):  # fmt: skip
             marked.discard(row)
-        for special in (self.scored, self.named, self.bias, self.delayed, self.stop_ids):
+        for special in (
+            self.scored, self.named, self.bias, self.delayed, self.stop_ids, self.images
+        ):  # fmt: skip
             special.pop(row, None)
         self.restrictions.drop(row)
         if self.grammars is not None:
@@ -232,6 +237,8 @@ class InputBatch:
         self._mark(row, params, add.stop_ids)
         if add.embed:
             self.embedding.add(row)
+        if add.images:
+            self.images[row] = add.images
         if self.grammars is not None:
             self.grammars.add(add)
         elif params.grammar is not None:

@@ -28,7 +28,7 @@ from weft.core.errors import InvariantError
 from weft.kv.block_checks import check_blocks
 from weft.kv.disk_cache import DiskCache
 from weft.kv.group import GroupSpec as GroupSpec
-from weft.kv.hashing import HashChain
+from weft.kv.hashing import HashChain, Images
 from weft.kv.host_prefixes import HostPrefixes
 from weft.kv.lower_prefixes import LowerPrefixes
 from weft.kv.pool import BlockPool
@@ -92,12 +92,12 @@ class KVCache:
 
     # -- opening: the prefix cache ------------------------------------------------------------
 
-    def register(self, sequence_id: int, salt: bytes) -> None:
+    def register(self, sequence_id: int, salt: bytes, images: Images = ()) -> None:
         """Make known a sequence that may be opened later; its hashes are kept until ``forget``."""
         if sequence_id in self._chains:
             raise InvariantError(f"sequence {sequence_id} is registered already")
         sizes = sorted({group.block_size for group in self.groups})
-        self._chains[sequence_id] = {size: HashChain(size, salt) for size in sizes}
+        self._chains[sequence_id] = {size: HashChain(size, salt, images) for size in sizes}
 
     def forget(self, sequence_id: int) -> None:
         """Drop the hashes of a sequence that has no table and will not be opened again."""

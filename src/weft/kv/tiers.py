@@ -19,7 +19,7 @@ from weft.core.errors import InvariantError
 from weft.core.plan import OWN_HOST, KVMove, Tier
 from weft.kv.cache import GroupSpec, KVCache
 from weft.kv.disk_cache import DiskCache
-from weft.kv.hashing import HashChain
+from weft.kv.hashing import HashChain, Images
 from weft.kv.host_prefixes import HostPrefixes
 from weft.kv.places import HostPool, HostPools
 from weft.kv.states import LiveSlots, Prefix, StateSlots
@@ -105,9 +105,9 @@ class TieredCache:
 
     # -- as of one tier -------------------------------------------------------------------------
 
-    def register(self, sequence_id: int, salt: bytes) -> None:
+    def register(self, sequence_id: int, salt: bytes, images: Images = ()) -> None:
         """See ``KVCache.register``; the hashes serve both tiers."""
-        self.device.register(sequence_id, salt)
+        self.device.register(sequence_id, salt, images)
 
     def forget(self, sequence_id: int) -> None:
         """See ``KVCache.forget``."""

@@ -51,6 +51,7 @@ from weft.models.shard import Shard, shard_range
 from weft.models.spec import AttentionParams, LayerSpec, ModelSpec
 
 Caches = Seq[Seq[Array]]
+Placed = tuple[Array, Array]  # places [N] among the tokens, and what stands there [N, C]
 
 
 class Attend(Protocol):
@@ -167,7 +168,9 @@ class Decoder:
         found = self._sinks[layer]
         return () if found is None else tuple(to_numpy(found).tolist())
 
-    def forward(self, input_ids: Array, positions: Array, attend: Attend) -> Array:
+    def forward(
+        self, input_ids: Array, positions: Array, attend: Attend, placed: Placed | None = None
+    ) -> Array:
         """Run every layer over T tokens.
 
         Of a model that is split into stages: the layers of this one, from what the stage before has
@@ -176,11 +179,15 @@ class Decoder:
         Args:
             input_ids: [T] int64.
             positions: [T] int64, the place of each token in its own sequence.
+            placed: what tokens that stand for images have in place of their embeddings.
 
         Returns:
             The normalised hidden states [T, C]; before the last stage they are not normalised.
         """
         residual, layer_inputs = self._begin(input_ids, positions)  # [T, C], [L, T, P] or None
+        if placed is not None:
+            at, rows = placed
+            residual[at] = rows
         angles = self.angles(positions)
         for number in range(self.spec.num_layers):
             out = attend(number, *self.pre(number, residual, angles))

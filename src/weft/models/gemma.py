@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from weft.core.errors import UnsupportedModelError
 from weft.models.config_reader import ConfigReader
 from weft.models.encoder_spec import EncoderSpec
 from weft.models.family import (
@@ -25,6 +26,7 @@ from weft.models.gguf_names import GEMMA4_NAMES
 from weft.models.pooling import as_encoder
 from weft.models.rope_config import read_layer_ropes, read_rope
 from weft.models.spec import LayerSpec, ModelSpec, MoeSpec
+from weft.models.vision import read_siglip
 
 # What the text part of a multimodal config may leave out, alike in Gemma 3 and 4.
 TEXT_DEFAULTS = {
@@ -234,8 +236,19 @@ def _text_part(read: Reader, config: ConfigReader, limit: int | None) -> ModelSp
 
 
 def gemma3_multimodal(config: ConfigReader, limit: int | None) -> ModelSpec:
-    """The text model of a Gemma 3 that also reads images."""
-    return _text_part(gemma3, config, limit)
+    """A Gemma 3 that also reads images."""
+    spec = _text_part(gemma3, config, limit)
+    try:
+        vision = read_siglip(config, spec.hidden_size)
+    except UnsupportedModelError as error:
+        return replace(spec, no_vision=error.message)
+    narrow = [
+        layer.window for layer in spec.layers if layer.window and layer.window < vision.tokens
+    ]
+    if narrow:
+        why = f"an image has {vision.tokens} tokens, more than the window of {narrow[0]}"
+        return replace(spec, no_vision=why)
+    return replace(spec, vision=vision)
 
 
 def gemma4_multimodal(config: ConfigReader, limit: int | None) -> ModelSpec:

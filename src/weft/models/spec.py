@@ -15,6 +15,7 @@ from weft.kernels.parts import limited
 from weft.kernels.routing import Routing
 from weft.models.encoder_spec import DenseSpec, EncoderSpec
 from weft.models.quant_config import StoredWeights
+from weft.models.vision import VisionSpec
 
 
 @dataclass(frozen=True)
@@ -355,6 +356,8 @@ class ModelSpec:
     layout: CheckpointLayout = field(default_factory=CheckpointLayout)
     stored_weights: StoredWeights | None = None  # how quantised weights lie in the checkpoint
     stage: PipelineStage = ALL_LAYERS
+    vision: VisionSpec | None = None  # the tower for images, where weft computes it
+    no_vision: str = ""  # why it does not, of a checkpoint with such a tower
 
     def heads(self, layer: LayerSpec) -> int:
         """Return the query heads of a layer."""

@@ -18,6 +18,7 @@ from weft.models.missing import missing_mechanism, supported_instead
 from weft.models.pooling import read_activation, with_modules, without_head
 from weft.models.quant_config import read_stored_weights
 from weft.models.spec import ModelSpec
+from weft.models.vision import prepared_as
 from weft.models.weight_files import is_gguf
 
 
@@ -30,7 +31,17 @@ def read_spec(folder: Path, max_model_len: int | None = None) -> ModelSpec:
     config = read_object(folder / "config.json", UnsupportedModelError)
     check_depth(config, "config.json", UnsupportedModelError)
     config = {**_quantised_beside(folder), **config}
-    return with_modules(spec_from_config(config, max_model_len), folder)
+    return _with_preparation(with_modules(spec_from_config(config, max_model_len), folder), folder)
+
+
+def _with_preparation(spec: ModelSpec, folder: Path) -> ModelSpec:
+    """What the files of a folder say of how images are prepared."""
+    if spec.vision is None:
+        return spec
+    try:
+        return replace(spec, vision=prepared_as(spec.vision, folder))
+    except UnsupportedModelError as error:
+        return replace(spec, vision=None, no_vision=error.message)
 
 
 def _quantised_beside(folder: Path) -> dict[str, Any]:

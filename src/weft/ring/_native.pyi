@@ -34,6 +34,7 @@ class Client:
         cache_salt: bytes,
         grammar: bytes,
         token_lists: Sequence[int],
+        images: bytes,
         output: Sequence[int],
         max_records: int,
     ) -> int: ...

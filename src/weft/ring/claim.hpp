@@ -14,7 +14,7 @@ struct Claim {
   uint64_t id = 0;  // the engine's own name for the sequence
   std::vector<uint32_t> prompt, stop_ids, eos_ids, token_lists, published;
   std::vector<BiasRecord> logit_bias;
-  std::string sampling, service_class, cache_salt, grammar;  // `sampling` begins with its head
+  std::string sampling, service_class, cache_salt, grammar, images;  // `sampling` begins with its head
   uint32_t crashes = 0, memory_kills = 0;
 };
 
@@ -52,6 +52,7 @@ struct Sections {
     claim.cache_salt = text(Section::CacheSalt);
     claim.grammar = text(Section::Grammar);
     claim.token_lists = ids(Section::TokenLists);
+    claim.images = text(Section::Images);
   }
 
  private:

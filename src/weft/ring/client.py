@@ -28,6 +28,7 @@ from weft.core.errors import (
     RingLinkError,
     WeftError,
 )
+from weft.core.images import pack_images
 from weft.core.plan import Update
 from weft.core.sinks import Sink, deliver
 from weft.core.types import FinishReason, Request
@@ -146,6 +147,7 @@ class RingClient:
             request.cache_salt,
             (sampling.grammar or "").encode(),
             pack_token_lists(sampling),
+            pack_images(request.images),
             request.output,
             self._most_tokens(request),
         )

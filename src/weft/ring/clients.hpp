@@ -31,8 +31,8 @@ class Client {
                   const std::vector<std::pair<uint32_t, double>>& logit_bias,
                   std::vector<uint32_t> stop_ids, std::vector<uint32_t> eos_ids,
                   nb::bytes service_class, nb::bytes cache_salt, nb::bytes grammar,
-                  std::vector<uint32_t> token_lists, std::vector<uint32_t> output,
-                  uint32_t max_records) {
+                  std::vector<uint32_t> token_lists, nb::bytes images,
+                  std::vector<uint32_t> output, uint32_t max_records) {
     if (sampling.size() < sizeof(SamplingHead)) throw nb::value_error("sampling has no head");
     Submission request;
     request.request_id = id;
@@ -45,6 +45,7 @@ class Client {
     request.cache_salt.assign(cache_salt.c_str(), cache_salt.size());
     request.grammar.assign(grammar.c_str(), grammar.size());
     request.token_lists = std::move(token_lists);
+    request.images.assign(images.c_str(), images.size());
     request.output = std::move(output);
     request.max_records = std::min(max_records, kMaxRecords);
     uint32_t index = 0;
@@ -174,7 +175,7 @@ void bind_client(nb::class_<C>& bound) {
   bound
       .def("prepare", &C::prepare, "id"_a, "prompt"_a, "sampling"_a, "logit_bias"_a,
            "stop_ids"_a, "eos_ids"_a, "service_class"_a, "cache_salt"_a, "grammar"_a,
-           "token_lists"_a, "output"_a, "max_records"_a)
+           "token_lists"_a, "images"_a, "output"_a, "max_records"_a)
       .def("ring", &C::ring)
       .def("submit", &C::submit, "slots"_a)
       .def("abandon", &C::abandon, "slots"_a)

@@ -15,6 +15,7 @@ from typing import Any
 
 from weft.core import errors
 from weft.core.errors import WeftError
+from weft.core.images import unpack_images
 from weft.core.plan import PromptLogprobs, Update
 from weft.core.types import NUMBERS, Request, SamplingParams, TokenLogprob
 from weft.ring.layout import FINISH_OF, SET
@@ -119,7 +120,7 @@ def unpack_sampling(
 def unpack_request(claim: tuple[Any, ...], vocab_size: int | None) -> Request:
     """The request of a claimed slot. Raises ParameterError for anything that cannot be right."""
     sequence_id, prompt, packed, bias, stop_ids, eos_ids, service_class, salt = claim[:8]
-    output, crashes, memory_kills, grammar, token_lists = claim[8:]
+    output, crashes, memory_kills, grammar, token_lists, images = claim[8:]
     if vocab_size is not None and max(output, default=0) >= vocab_size:
         raise errors.InvariantError("A token that a dead engine has given out cannot be right.")
     if vocab_size is not None and max(prompt) >= vocab_size:
@@ -142,6 +143,7 @@ def unpack_request(claim: tuple[Any, ...], vocab_size: int | None) -> Request:
         output=output,
         crashes=crashes,
         memory_kills=memory_kills,
+        images=unpack_images(images, len(prompt)),
     )
 
 

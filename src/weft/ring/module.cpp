@@ -199,7 +199,7 @@ class Engine {
     return nb::make_tuple(claim.id, nb::tuple(prompt), bytes(claim.sampling), bias, claim.stop_ids,
                           claim.eos_ids, bytes(claim.service_class), bytes(claim.cache_salt),
                           nb::tuple(published), claim.crashes, claim.memory_kills,
-                          bytes(claim.grammar), claim.token_lists);
+                          bytes(claim.grammar), claim.token_lists, bytes(claim.images));
   }
 
   // Whether something has come since the last look.

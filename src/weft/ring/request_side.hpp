@@ -26,8 +26,7 @@ class RequestSide {
   explicit RequestSide(std::shared_ptr<Segment> segment, M memory = M())
       : shared_(std::move(segment)),
         segment_(*shared_),
-        memory_(std::move(memory)),
-        arena_(segment_.arena_bytes()) {
+        memory_(std::move(memory)), arena_(segment_.arena_bytes()) {
     live_.resize(segment_.slots());
     known_.resize(segment_.slots());
     Header& header = segment_.header();
@@ -255,6 +254,7 @@ class RequestSide {
     copy(Section::CacheSalt, request.cache_salt.data());
     copy(Section::Grammar, request.grammar.data());
     copy(Section::TokenLists, request.token_lists.data());
+    copy(Section::Images, request.images.data());
   }
 
   // Take the first slot that is free. One that turns out not to be ours is never used again.

@@ -46,7 +46,7 @@ namespace order = std;
 #endif
 
 inline constexpr uint64_t kMagic = 0x676e697274666577;  // "weftring"
-inline constexpr uint32_t kVersion = 20;  // any change of layout or meaning
+inline constexpr uint32_t kVersion = 21;  // any change of layout or meaning
 inline constexpr uint64_t kPage = 4096;
 inline constexpr uint64_t kAlign = 64;  // of every extent in the arena, and of slots
 inline constexpr uint32_t kMaxSlots = 65535;
@@ -189,10 +189,11 @@ enum class Section : uint8_t {
   CacheSalt,      // bytes
   Grammar,        // UTF-8, or empty
   TokenLists,     // uint32 words, or empty: which tokens are allowed, scored and bad
+  Images,         // of the prompt, or empty: core/images.py packs them
   Output,         // the first records of `output_stride` bytes
   PromptOutput,   // records of `prompt_stride` bytes, one for each prompt token, or empty
 };
-inline constexpr int kSections = 11;
+inline constexpr int kSections = 12;
 
 // Bits of SamplingHead::set: numbers that have a value, and whether an embedding is wanted.
 enum Set : uint32_t { kLogprobs = 1, kPromptLogprobs = 2, kEmbed = 4 };

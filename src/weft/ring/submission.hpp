@@ -16,7 +16,7 @@ struct Submission {
   std::vector<uint32_t> prompt, stop_ids, eos_ids, token_lists;
   std::string sampling = std::string(sizeof(SamplingHead), '\0');  // begins with one
   std::vector<BiasRecord> logit_bias;
-  std::string service_class, cache_salt, grammar;
+  std::string service_class, cache_salt, grammar, images;
   std::vector<uint32_t> output;  // given out before: counted as published and read
   uint32_t max_records = 0;
 };
@@ -102,6 +102,7 @@ inline uint64_t lay_out(const Submission& request, Live& live) {
   place(Section::CacheSalt, request.cache_salt.size());
   place(Section::Grammar, request.grammar.size());
   place(Section::TokenLists, request.token_lists.size() * sizeof(uint32_t));
+  place(Section::Images, request.images.size());
   place(Section::Output, uint64_t{live.output.first} * input.output_stride);
   place(Section::PromptOutput, uint64_t{live.prompt.capacity} * input.prompt_stride);
   return round_up(end, kAlign);

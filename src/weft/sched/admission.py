@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from weft.core.images import uncut
 from weft.core.plan import RowAdd, Tier
 from weft.core.types import Sequence
 from weft.kv.cache import KVCache
@@ -133,8 +134,10 @@ class Admission:
             if lower is not None and (start := lower.found(sequence, hit)) > hit:
                 cache.release(sequence.id)
                 cache.open(sequence.id, hit, start - hit)
-            count = step.room(start, len(sequence.tokens) - start)
+            count, images = step.room(start, len(sequence.tokens) - start), sequence.request.images
+            count = uncut(images, start, count, step.image_room) if images else count
             upto = min(start + count, cache.growable(sequence.id))
+            upto = start + uncut(images, start, upto - start, upto - start)
             if step.whole and upto < start + count:
                 upto = start
         if upto <= start or cache.extend(sequence.id, upto) is None:
@@ -202,5 +205,6 @@ class Admission:
                 tables=cache.tables(sequence.id),
                 embed=sequence.request.embed,
                 tier=tier,
+                images=sequence.request.images,
             )
         )

@@ -67,6 +67,7 @@ class BatchBuilder:
         reserves: by priority, the blocks of each group that its newcomers leave to those that run.
         predicted_s: how long the policy expects it to take; 0 if it does not say.
         whole: the next tokens of a sequence are computed all together, or not yet.
+        most: the budget at first.
     """
 
     budget: int
@@ -82,6 +83,15 @@ class BatchBuilder:
     reserves: dict[int, list[int]] = field(default_factory=dict)
     predicted_s: float = 0.0
     whole: bool = False
+    most: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.most = self.budget
+
+    @property
+    def image_room(self) -> int:
+        """Tokens of an image that the step has room for, whatever limits its time."""
+        return self.most - sum(self.counts) - sum(len(draft) for _, draft in self.drafts)
 
     def room(self, start: int, most: int) -> int:  # noqa: ARG002 - some steps ask where
         """The number of a sequence's next ``most`` tokens, from ``start``, that still fit."""
@@ -104,7 +114,7 @@ class BatchBuilder:
         self.starts.append(sequence.planned)
         self.counts.append(count)
         self.samples.append(sequence.schedule(count))
-        self.budget -= count
+        self.budget -= min(count, self.budget)  # of an image there may be more
 
     def guess(self, sequence: Sequence, draft: tuple[int, ...]) -> None:
         """Compute these tokens too, after the ones that were put last for the sequence."""

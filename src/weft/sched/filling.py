@@ -6,6 +6,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
+from weft.core.images import uncut
 from weft.core.plan import RowExtend
 from weft.core.types import Sequence, SequenceState
 from weft.sched.batch import BatchBuilder
@@ -101,12 +102,14 @@ class Filler:
     def chunks(self, step: BatchBuilder, sequences: list[Sequence]) -> None:
         """Add as much as fits of running sequences that need more than one token."""
         for sequence in sequences:
-            start = sequence.planned
+            start, images = sequence.planned, sequence.request.images
             count = step.room(start, sequence.known - start)
+            count = uncut(images, start, count, step.image_room) if images else count
             if count <= 0 or not self._plannable(sequence):
                 continue
             if not self.grow(step, sequence, start + count):
                 count = min(count, self._cache.growable(sequence.id) - start)
+                count = uncut(images, start, count, count)
                 if step.whole or count <= 0 or not self.grow(step, sequence, start + count):
                     continue
             step.put(sequence, count)

@@ -213,7 +213,7 @@ class SLOPolicy:
     def _cached_tokens(self, sequence: Sequence) -> int:
         if sequence.request.sampling.prompt_logprobs is not None:
             return 0
-        self._cache.register(sequence.id, sequence.request.cache_salt)
+        self._cache.register(sequence.id, sequence.request.cache_salt, sequence.request.images)
         hit = self._cache.find_prefix(sequence.id, sequence.tokens)
         self._cache.forget(sequence.id)
         return hit

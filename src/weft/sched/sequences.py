@@ -65,7 +65,8 @@ class SequenceManager:
 
     def arrive(self, sequence: Sequence) -> None:
         """Queue a sequence that has never run."""
-        self.cache.register(sequence.id, sequence.request.cache_salt)
+        request = sequence.request
+        self.cache.register(sequence.id, request.cache_salt, request.images)
         self.totals.requests += 1
         self.by_id[sequence.id] = sequence
         self.waiting.add(sequence)

@@ -188,14 +188,15 @@ class Service:
     ) -> Result:
         """Call ``work``, which handles so many bytes, beside the event loop if they are many.
 
-        Also where requests bring templates of their own, which may take a second.
+        Also where requests bring templates or images of their own, which may take seconds.
 
         Args:
             num_bytes: None: the work may be long, whatever the length of the body.
             renders: it may ask the renderer of chat templates, for which nothing else must wait.
                 Short chats take turns there on a thread of their own, not behind long texts.
         """
-        if num_bytes is None or num_bytes > INLINE_BYTES or self.options.request_chat_template:
+        long = self.options.request_chat_template or self.builder.card.images is not None
+        if num_bytes is None or num_bytes > INLINE_BYTES or long:
             return await self._aside(work)
         return await self._aside(work, self._chats) if renders else work()
 

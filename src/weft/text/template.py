@@ -12,6 +12,7 @@ from weft.core.json_files import read_text
 from weft.core.logs import notice
 from weft.text.assets import NAMED_TOKENS, named_tokens, read_config
 from weft.text.control import AddedToken, TextPiece
+from weft.text.isolated import Failure
 from weft.text.quoting import (
     Alphabet,
     from_user,
@@ -19,7 +20,7 @@ from weft.text.quoting import (
     plain_data,
     refuse_surrogates,
 )
-from weft.text.renderer import Failure, Renderer, TemplateSource, shared_renderer
+from weft.text.renderer import Renderer, TemplateSource, shared_renderer
 from weft.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -34,6 +35,7 @@ _RESERVED = frozenset(
         "chat_template",
         "add_generation_prompt",
         "continue_final_message",
+        "with_images",
         "tokenize",
         "additional_special_tokens",
         *NAMED_TOKENS,
@@ -271,6 +273,7 @@ def encode_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    with_images: Callable[[str], str] | None = None,
     **kwargs: Any,
 ) -> list[int]:
     """Return the ids of a rendered chat, in which text from outside never becomes a control token.
@@ -291,7 +294,8 @@ def encode_chat(
     covers spellings that only normalisation or merges turn into a token.
 
     With ``continue_final_message`` the prompt ends with the text of the last message, so that the
-    model goes on with it; its ``content`` must be a text.
+    model goes on with it; its ``content`` must be a text. What ``with_images`` makes of the
+    rendered text, where no message spells a control token any more, is encoded in its place.
 
     The alternatives lose something: placeholders for whole messages break templates that trim,
     split or compare; sentinels inside or around spelled tokens break those too, and miss a token
@@ -315,6 +319,8 @@ def encode_chat(
     )
     if continue_final_message:
         rendered = _left_open(rendered, mark)
+    if with_images is not None:
+        rendered = with_images(rendered)
     return controls.encode(rendered)
 
 
