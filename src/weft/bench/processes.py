@@ -17,7 +17,7 @@ from weft.core.errors import ConfigError, WeftError
 
 # weft's processes by what they show in ps.
 ENGINE = ("weft-engine", "weft-standby", "weft-host", "weft-rank", "weft-forkserver")
-REQUEST_PLANE = ("weft-frontend", "weft-renderer")
+REQUEST_PLANE = ("weft-frontend", "weft-renderer", "weft-images")
 LISTENING = "0A"  # the state of a socket in /proc/net/tcp
 CPU_CLOCK = 2  # of a process's clock id: what the scheduler has given all its threads, in ns
 
