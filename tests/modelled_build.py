@@ -70,6 +70,7 @@ def build_engine(
         scheduler=make_scheduler("fcfs", resources),
         executor=executor,
         grammars=SimpleNamespace(compile=_compile),
+        encode=None,
         started_ns=time.monotonic_ns(),
         check_ranks=lambda: None,
         close=executor.close,
