@@ -1,4 +1,4 @@
-"""What encoders have beside layers, and what pooled states go through. Torch-free."""
+"""Specs of encoders beside their layers, and of the layers behind pooling. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kernels of recurrent layers share: the convolution, its latest inputs, marks and checks.
+"""Shared parts of recurrent layers' kernels: the convolution, its latest inputs, marks and checks.
 
 Inputs of a row are those of this step, and before its first token those that its state keeps.
 """
